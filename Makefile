@@ -1,0 +1,4 @@
+PYTHON ?= .venv/bin/python
+
+test:
+	$(PYTHON) -m pytest -m "not slow"

@@ -1,0 +1,218 @@
+"""The records an environment and a rollout exchange, one per stage.
+
+They are plain frozen dataclasses, so that an environment author needs nothing but Python, and so that every
+package above (`rewards`, `rl`) speaks of the same things. Text lives in `Message`; token ids live in `Turn`
+and are the ids that were really sampled: nothing is ever tokenised twice.
+
+Example: a trajectory of two turns of the `calc` environment, with one token a character::
+
+    Turn(prompt_ids=ids("E50 47*86="), completion_ids=ids("<47*86>"), observations=(Message("tool", "4042"),))
+    Turn(prompt_ids=ids("[4042]"),     completion_ids=ids("#4042$"))
+
+The token sequence of a branch is the concatenation of `prompt_ids + completion_ids` over its turns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Role(StrEnum):
+    """Who speaks."""
+
+    SYSTEM = "system"
+    USER = "user"
+    ASSISTANT = "assistant"
+    TOOL = "tool"
+
+
+class FinishReason(StrEnum):
+    """Why the engine stopped sampling a turn."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class StopReason(StrEnum):
+    """Why an episode ended."""
+
+    ANSWER = "answer"
+    MAX_TOKENS = "max_tokens"
+    MAX_TURNS = "max_turns"
+    PARSE_ERROR = "parse_error"
+    ERROR = "error"
+    ABORTED = "aborted"
+
+
+class Status(StrEnum):
+    """What became of a trajectory."""
+
+    FINISHED = "finished"
+    TRUNCATED = "truncated"
+    FAILED = "failed"
+
+
+class Boundary(StrEnum):
+    """Where an error arose: it decides whether the policy, the task or the infrastructure is to blame."""
+
+    ENGINE = "engine"
+    ENVIRONMENT = "environment"
+    SANDBOX = "sandbox"
+    TOOL = "tool"
+    REWARD = "reward"
+    SCAFFOLD = "scaffold"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call that the policy made: a tool's name and its parsed arguments."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSpec:
+    """A tool as the policy sees it.
+
+    `parameters` is a JSON schema of type object. A `stateless` tool keeps nothing between calls, so pooled
+    sandboxes may serve the calls of many trajectories, each call in a fresh process.
+    """
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    stateless: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation, in text."""
+
+    role: Role | str
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    reasoning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One problem: what the policy is told, and what only the verifier may know.
+
+    `private` never leaves the verifier's side. `gold` is an answer that must score full marks; it lets
+    `temper env check` prove the verifier.
+    """
+
+    id: str
+    prompt: tuple[Message, ...]
+    private: Mapping[str, Any] = field(default_factory=dict)
+    gold: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def content_hash(self) -> str:
+        """First 16 hex digits of the SHA-256 of everything that defines the task."""
+        data = [self.id, [[str(m.role), m.content] for m in self.prompt], dict(self.private), self.gold]
+        return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one call of the engine produced, and what the environment answered.
+
+    `prompt_ids` are only the tokens that are new since the previous turn of the same branch (the whole prompt
+    in the first turn). `logprobs` and `policy_versions` have the length of `completion_ids`.
+    """
+
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    policy_versions: tuple[int, ...]
+    finish: FinishReason
+    message: Message
+    observations: tuple[Message, ...] = ()
+    parse_error: str = ""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class TrajectoryKey:
+    """The identity of one sample; `group` numbers the draws of tasks in dispatch order."""
+
+    task: str
+    effort: int
+    scaffold: str
+    group: int
+    index: int
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A verdict: the total value and its named parts."""
+
+    value: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """No verdict, and why. It never enters a statistic or the loss, and is never taken for a zero."""
+
+    reason: str
+    boundary: Boundary = Boundary.REWARD
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorInfo:
+    """An error as data: where it arose, its type's name, and its message."""
+
+    boundary: Boundary
+    type: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One finished sample. Each branch is a run of turns whose token history was only appended to."""
+
+    key: TrajectoryKey
+    branches: tuple[tuple[Turn, ...], ...]
+    status: Status
+    stop: StopReason
+    score: Score | Missing
+    error: ErrorInfo | None = None
+    timings: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """All turns, over all branches."""
+        return tuple(turn for branch in self.branches for turn in branch)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """The number of tokens the policy sampled: the length that `r_len` counts."""
+        return sum(len(turn.completion_ids) for turn in self.turns)
+
+    @property
+    def policy_versions(self) -> tuple[int, ...]:
+        """The distinct policy versions that sampled a token of it, ascending."""
+        return tuple(sorted({v for turn in self.turns for v in turn.policy_versions}))
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One draw of a task: its trajectories at one effort and one scaffold, which are compared with each other."""
+
+    id: int
+    task: Task
+    effort: int
+    scaffold: str
+    trajectories: tuple[Trajectory, ...]

@@ -1,0 +1,93 @@
+"""What a rollout asks of an inference engine: token ids in, token ids out, interruptible at any token.
+
+A request carries the whole token history of its trajectory. An engine that keeps the caches of a `session`
+computes only what is new; one that does not recomputes, and the result is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from envs.types import FinishReason
+from model.engine.sampler import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One turn to sample: `token_ids` is the whole history so far, `session` names the trajectory.
+
+    `completed` holds tokens of this very turn that were sampled before an interruption (with their
+    log-probabilities and versions); sampling continues after them, and they count towards `max_tokens`.
+    """
+
+    session: str
+    turn: int
+    token_ids: Sequence[int]
+    sampling: SamplingParams
+    completed: Completion | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The sampled tokens of one turn; the three columns have equal length. A stop id is its last token."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    policy_versions: tuple[int, ...] = ()
+    finish: FinishReason = FinishReason.STOP
+
+
+@dataclass(frozen=True, slots=True)
+class StepFrame:
+    """The tokens of one decode step, as columns over the running requests."""
+
+    sessions: Sequence[str]
+    turns: Sequence[int]
+    token_ids: np.ndarray  # int32 [n]
+    logprobs: np.ndarray  # float32 [n]
+    policy_version: int
+
+
+class Engine(Protocol):
+    """An inference engine as the rollout sees it. All methods may be called from one event loop."""
+
+    version: int
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Samples one turn. Raises `EngineError` when the request itself is at fault."""
+        ...
+
+    async def release(self, session: str) -> None:
+        """Forgets a trajectory and frees its caches; a running request of it ends with `ABORT`."""
+        ...
+
+    async def pause(self) -> None:
+        """Stops all requests at a token boundary; they stay in place."""
+        ...
+
+    async def resume(self) -> None:
+        """Continues after `pause`."""
+        ...
+
+    async def load_weights(self, tensors: Mapping[str, object], version: int) -> None:
+        """Swaps the weights between two tokens; running requests continue under `version`."""
+        ...
+
+    async def close(self) -> None:
+        """Ends the engine; running requests end with `ABORT`."""
+        ...
+
+    def stats(self) -> dict[str, float]:
+        """Counters since start: steps, generated tokens, busy seconds, running and waiting requests."""
+        ...
+
+
+StepListener = Callable[[StepFrame], None]
+
+
+class EngineError(ValueError):
+    """A request that the engine cannot serve: what is wrong, and what to change."""

@@ -1,0 +1,53 @@
+"""The records of the fleet: what a sandbox is asked to be, and what a command in it returned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Verdict(StrEnum):
+    """The outcome of a verification run. `INFRASTRUCTURE` says nothing about the policy."""
+
+    PASS = "pass"
+    FAIL = "fail"
+    INFRASTRUCTURE = "infrastructure"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Resource limits of one sandbox: cores, bytes, processes."""
+
+    cpus: float = 1.0
+    memory_bytes: int = 256 << 20
+    pids: int = 64
+    tmpfs_bytes: int = 64 << 20
+    tmpfs_inodes: int = 8192
+    open_files: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxSpec:
+    """What to create. `image` names an image of the backend; the empty string is the built-in Python image."""
+
+    image: str = ""
+    limits: Limits = field(default_factory=Limits)
+    labels: Mapping[str, str] = field(default_factory=dict)
+    ttl_s: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class ExecResult:
+    """What a command returned. An exit code that is not known is None, which is never an exit 0.
+
+    `truncated` says that output beyond the cap was dropped (head and tail are kept).
+    """
+
+    exit_code: int | None
+    stdout: bytes
+    stderr: bytes
+    truncated: bool = False
+    timed_out: bool = False
+    oom: bool = False
+    duration_s: float = 0.0
