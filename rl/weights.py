@@ -1,0 +1,75 @@
+"""Publishing weights: one contiguous, versioned, checksummed snapshot, read in place by every engine.
+
+The trainer packs its tensors into one byte buffer; the buffer travels once (shared memory on one host, the
+object store between hosts) and each engine copies from views into its own parameters, between two tokens.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+_ALIGN = 64
+
+
+class WeightsError(RuntimeError):
+    """A snapshot that arrived damaged or does not fit the policy; the engine keeps its old weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where one tensor lies in the buffer: dtype name of torch, shape, and byte offset."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSnapshot:
+    """All tensors of one policy version: `buffer` is uint8 [bytes], `crc32` its checksum."""
+
+    version: int
+    entries: tuple[TensorEntry, ...]
+    buffer: np.ndarray
+    crc32: int
+
+    @classmethod
+    def pack(cls, tensors: Mapping[str, torch.Tensor], version: int) -> WeightSnapshot:
+        """Copies `tensors` (any device) into one host buffer."""
+        entries: list[TensorEntry] = []
+        offset = 0
+        for name, tensor in tensors.items():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            entries.append(TensorEntry(name, dtype, tuple(tensor.shape), offset))
+            offset += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
+        buffer = np.zeros(offset, dtype=np.uint8)
+        for entry, tensor in zip(entries, tensors.values(), strict=True):
+            raw = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+            buffer[entry.offset : entry.offset + raw.size] = raw
+        return cls(version, tuple(entries), buffer, zlib.crc32(buffer))
+
+    def tensors(self, *, verify: bool = True) -> dict[str, torch.Tensor]:
+        """Returns views into the buffer by name; copy before the buffer is released.
+
+        Raises:
+            WeightsError: The buffer does not match its checksum.
+        """
+        if verify and zlib.crc32(self.buffer) != self.crc32:
+            raise WeightsError(
+                f"weights of version {self.version} arrived damaged (checksum differs): publish them again"
+            )
+        # A received buffer may be read-only shared memory; the views are only ever copied from.
+        data = self.buffer if self.buffer.flags.writeable else self.buffer.copy()
+        return {entry.name: _view(torch.from_numpy(data), entry) for entry in self.entries}
+
+
+def _view(data: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+    dtype = getattr(torch, entry.dtype)
+    count = int(np.prod(entry.shape, dtype=np.int64))
+    return data[entry.offset : entry.offset + count * dtype.itemsize].view(dtype).view(entry.shape)

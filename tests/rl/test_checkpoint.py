@@ -1,0 +1,81 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl.checkpoint import CheckpointError, CheckpointStore, verify
+
+STATE = {"step": 3, "nested": {"w": torch.arange(6.0).view(2, 3), 7: [1.5, None, "x"]}, "empty": {}}
+
+
+def write_policy(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+
+
+def test_state_comes_back_as_it_was(tmp_path: Path) -> None:
+    saved = CheckpointStore(tmp_path).save(3, STATE, write_policy)
+    state = CheckpointStore(tmp_path).latest().load_state()
+    assert state["step"] == 3
+    assert state["nested"][7] == [1.5, None, "x"]
+    assert state["empty"] == {}
+    assert torch.equal(state["nested"]["w"], STATE["nested"]["w"])
+    assert (saved.path / "policy" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("damage", ["remove", "truncate", "flip", "manifest"])
+def test_a_damaged_newest_checkpoint_falls_back_and_says_so(tmp_path: Path, damage: str) -> None:
+    store = CheckpointStore(tmp_path)
+    store.save(1, STATE, write_policy)
+    newest = store.save(2, STATE, write_policy).path
+    target = newest / ("manifest.json" if damage == "manifest" else "state.safetensors")
+    if damage in ("remove", "manifest"):
+        target.unlink()
+    elif damage == "truncate":
+        target.write_bytes(target.read_bytes()[:-3])
+    else:
+        data = bytearray(target.read_bytes())
+        data[-1] ^= 1
+        target.write_bytes(bytes(data))
+    found = store.latest()
+    assert found.step == 1
+    assert "step-2" in found.skipped[0]
+
+
+def test_a_half_written_folder_is_not_a_checkpoint(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+
+    def fail(folder: Path) -> None:
+        raise OSError("disk full")
+
+    store.save(1, STATE)
+    with pytest.raises(OSError, match="disk full"):
+        store.save(2, STATE, fail)
+    assert store.latest().step == 1
+
+
+def test_all_damaged_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    path = CheckpointStore(tmp_path).save(1, STATE).path
+    (path / "state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"state\.json is missing.*run\.clean=true"):
+        CheckpointStore(tmp_path).latest()
+
+
+def test_only_the_newest_and_the_kept_steps_stay(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2, keep_every=4)
+    for step in range(1, 8):
+        store.save(step, {"step": step})
+    assert store.steps() == [4, 6, 7]
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    path = CheckpointStore(tmp_path).save(1, STATE).path
+    manifest = json.loads((path / "manifest.json").read_text()) | {"format": 99}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert "format 99" in verify(path)
+
+
+def test_what_is_neither_json_nor_tensor_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="not set"):
+        CheckpointStore(tmp_path).save(1, {"a": {1, 2}})
