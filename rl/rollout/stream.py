@@ -1,4 +1,4 @@
-"""Which task and which effort the g-th group gets: a pure function of the run's seed, so a resume repeats it."""
+"""Which task and effort the g-th group gets: a pure function of the seed, so that a resume repeats it."""
 
 from __future__ import annotations
 

@@ -42,5 +42,5 @@ def test_a_group_gets_the_same_task_whenever_it_is_asked() -> None:
 
 
 def test_an_empty_split_is_an_error_that_names_the_splits() -> None:
-    with pytest.raises(EmptySplitError, match="no task in split 'empty'.*train, empty"):
+    with pytest.raises(EmptySplitError, match=r"no task in split 'empty'.*train, empty"):
         stream("empty").draw(0)
