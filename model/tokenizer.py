@@ -61,7 +61,7 @@ class Tokenizer:
         """
         if tag not in self._tags:
             raise TokenizerError(
-                f"the tokenizer has no special token {tag!r} (it has {', '.join(sorted(self._tags)) or 'none'}); "
+                f"the tokenizer has no special token {tag!r} (it has {sorted(self._tags)}); "
                 "the chat format and the tokenizer must come from the same checkpoint"
             )
         return self._tags[tag]

@@ -1,9 +1,9 @@
 """What a chat format is: the bridge between messages and token ids, which belongs to a checkpoint.
 
-Messages are plain dicts in the shape of the OpenAI API: `role`, `content`, `reasoning_content`, `tool_calls`
-(each with `function.name` and `function.arguments`, a JSON string) and `tool_call_id`. A conversation is built by
-appending: the ids of a prompt, then sampled ids as they came, then the ids of an observation, and so on. Sampled
-ids are never rendered again, so what was sampled and what is trained on are the same ids.
+Messages are plain dicts in the shape of the OpenAI API: `role`, `content`, `reasoning_content`,
+`tool_calls` (each with `function.name` and `function.arguments`, a JSON string) and `tool_call_id`. A
+conversation is built by appending: the ids of a prompt, then sampled ids as they came, then the ids of an
+observation, and so on. Sampled ids are never rendered again: what was sampled is what is trained on.
 """
 
 from __future__ import annotations
@@ -110,7 +110,10 @@ def function_of(tool: Tool) -> Mapping[str, Any]:
 def arguments_of(call: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a tool call, whether they are a JSON string or an object."""
     arguments = function_of(call).get("arguments", "{}")
-    value = json.loads(arguments) if isinstance(arguments, str) else arguments
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError as error:
+        raise ChatError(f"the arguments of a tool call are not JSON ({error}): {arguments!r}") from error
     if not isinstance(value, Mapping):
         raise ChatError(f"the arguments of a tool call are a JSON object, not {value!r}")
     return dict(value)

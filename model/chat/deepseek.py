@@ -122,7 +122,7 @@ class DeepSeekChat(ChatFormat):
             pieces = self._split.split(part.text) if part.trusted else [part.text]
             for number, piece in enumerate(pieces):
                 if number % 2:
-                    ids += self.tokenizer.encode("".join(run)) + [self.tokenizer.tag_id(piece)]
+                    ids += [*self.tokenizer.encode("".join(run)), self.tokenizer.tag_id(piece)]
                     run = []
                 else:
                     run.append(piece)
@@ -146,8 +146,8 @@ def _with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Mess
     if not tools:
         return list(messages)
     rest = list(messages)
-    first = (
-        dict(rest.pop(0)) if rest and rest[0].get("role") == "system" else {"role": "system", "content": ""}
-    )
+    first: dict[str, Any] = {"role": "system", "content": ""}
+    if rest and rest[0].get("role") == "system":
+        first = dict(rest.pop(0))
     first["tools"] = [*(first.get("tools") or ()), *tools]
     return [first, *rest]

@@ -1,9 +1,9 @@
 """Rendering of the published chat encoding: which words stand where in a conversation.
 
-Rules: a first system message (or thinking) opens with the system tag, the effort line in thinking, the content,
-the tool section and the response format. Users' messages and tool results in a row are one user turn, results in
-the order of the calls before them. A user turn, or a system message in mid-conversation, lets the assistant
-speak. Reasoning before the last such turn is dropped unless a message defines tools.
+Rules: a first system message (or thinking) opens with the system tag, the effort line in thinking, the
+content, the tool section and the response format. Users' messages and tool results in a row are one user
+turn, results in the order of the calls before them. A user turn, or a system message in mid-conversation,
+lets the assistant speak. Reasoning before the last such turn is dropped unless a message defines tools.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Renderer:
         return parts + Renderer(self.wording, self.thinking, keep).turns(rest, alone=system is not None)
 
     def turns(self, messages: Sequence[Message], *, alone: bool = False) -> list[Part]:
-        """Renders what follows the opening. `alone`: an opening with nothing after it lets the assistant speak."""
+        """Renders what follows the opening; with `alone` the opening itself lets the assistant speak."""
         turns = list(_turns(messages))
         last = max((i for i, turn in enumerate(turns) if turn.role != "assistant"), default=-1)
         parts = self._header(True) if alone and (not turns or turns[0].role == "assistant") else []

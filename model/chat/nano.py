@@ -100,7 +100,7 @@ class NanoChat(ChatFormat):
         return ids
 
     def parse(self, ids: Sequence[int], *, tools: Sequence[Tool] = ()) -> ParsedTurn:
-        """Reads a sampled turn. A turn that is unclosed or outside the grammar has no calls and no content."""
+        """Reads a sampled turn. One that is unclosed or outside the grammar has no calls and no content."""
         try:
             pieces = self._pieces(ids)
             reasoning, calls, content = _read_turn(pieces, self._tags)

@@ -1,7 +1,7 @@
 """Checks a chat encoding against reference cases: exact prompt strings and parsed turns.
 
-The format of the cases: `templates` and `special` (the wording), `prompts` (messages and options with the exact
-string) and `completions` (a rendered turn with the turn it was made from).
+The format of the cases: `templates` and `special` (the wording), `prompts` (messages and options with the
+exact string) and `completions` (a rendered turn with the turn it was made from).
 """
 
 from __future__ import annotations
