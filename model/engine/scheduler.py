@@ -1,9 +1,9 @@
 """Who is served next: admission, sessions that keep their caches, shared prompts, and the prefill of a step.
 
-Every row has a place for a sequence in the policy's cache. Requests are admitted in the order they came. A row
-that is not served keeps the caches of its session until its place is needed: the session that was used least
-recently goes first, and is computed anew when it comes back. Requests with the same history that are admitted
-while it is being computed wait for it and get a fork of the cache.
+Every row has a place for a sequence in the policy's cache. Requests are admitted in the order they came. A
+row that is not served keeps the caches of its session until its place is needed: the session that was used
+least recently goes first, and is computed anew when it comes back. Requests with the same history that are
+admitted while it is being computed wait for it and get a fork of the cache.
 """
 
 from __future__ import annotations
