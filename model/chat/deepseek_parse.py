@@ -1,6 +1,7 @@
 """Parsing of the published chat encoding.
 
-It never raises: what cannot be read is said in words for the policy. A call counts only in a turn that has its end token: a turn cut by the token limit has no calls.
+It never raises: what cannot be read is said in words for the policy. A call counts only in a turn that has
+its end token: a turn cut by the token limit has no calls.
 """
 
 from __future__ import annotations

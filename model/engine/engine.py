@@ -1,9 +1,9 @@
 """The synchronous core of the inference engine: one `step` computes one token for every running request.
 
-A step admits waiting requests, spends a bounded number of tokens on prefill (so that decoding never starves),
-decodes one token for every running row, and samples all rows in one call. It is the caller who calls `step`
-again: between two steps everything is at a token boundary, which is where requests are added and aborted, weights
-are swapped, and a pause takes place.
+A step admits waiting requests, spends a bounded number of tokens on prefill (so that decoding never
+starves), decodes one token for every running row, and samples all rows in one call. It is the caller who
+calls `step` again: between two steps everything is at a token boundary, which is where requests are added
+and aborted, weights are swapped, and a pause takes place.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from model.engine.errors import BusySessionError, NonFiniteLogitsError, RequestError, StateError
 from model.engine.requests import (
-    Columns,
     Finish,
     Finished,
     Pending,
@@ -210,7 +209,7 @@ class Engine:
         if decoding.size:
             hidden.append(self._extend(decoding, np.ones_like(decoding)))
             self._rows.cached[decoding] += 1
-        if self.scheduler.prefilling:
+        if self.scheduler.prefill_is_due(self._prefill_tokens):
             for batch, shares in self.scheduler.plan(self._prefill_tokens):
                 states = self._extend(batch, shares)
                 self.counters.prefilled_tokens += int(shares.sum())

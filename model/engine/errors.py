@@ -1,4 +1,6 @@
-"""Errors of the inference engine. A `RequestError` concerns one request; the engine goes on serving the others.
+"""Errors of the inference engine.
+
+A `RequestError` concerns one request; the engine goes on serving the others.
 
 - `EngineFault`: anything below
     - `RequestError` (a ValueError): what one request asks for cannot be served

@@ -41,7 +41,7 @@ class Columns:
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
-            raise ValueError(
+            raise RequestError(
                 "the columns of a turn have different lengths: "
                 f"{len(self.token_ids)} tokens, {len(self.logprobs)} log-probabilities, "
                 f"{len(self.versions)} versions"
@@ -80,7 +80,7 @@ class Finished:
 class StepOutput:
     """The tokens of one step as columns over the requests that got one, and the turns that ended.
 
-    request_ids int64 [n], token_ids int64 [n], logprobs and full_logprobs float32 [n]; `version` sampled them.
+    request_ids and token_ids int64 [n], logprobs and full_logprobs float32 [n]; `version` sampled them.
     """
 
     request_ids: np.ndarray

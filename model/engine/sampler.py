@@ -1,8 +1,9 @@
 """Sampling of the next token: temperature, top-k, top-p and a counter-based random draw.
 
-The draw of a token is a hash of the request's seed and the token's position in the sequence. It therefore does
-not depend on the batch, on the order of requests, or on an interruption: a sequence that is continued elsewhere
-meets the same draws. A token is the inverse of the cumulative distribution at its draw, in the order of ids.
+The draw of a token is a hash of the request's seed and the token's position in the sequence. It therefore
+does not depend on the batch, on the order of requests, or on an interruption: a sequence that is continued
+elsewhere meets the same draws. A token is the inverse of the cumulative distribution at its draw, in the
+order of ids.
 """
 
 from __future__ import annotations
