@@ -95,7 +95,8 @@ def message_from_json(data: Json) -> Message:
     """The message of `message_to_json`."""
     role, content, calls, call_id, reasoning = data
     tool_calls = tuple(ToolCall(name, decode_value(arguments), id_) for name, arguments, id_ in calls)
-    return Message(_ROLES.get(role, role), content, tool_calls, call_id, reasoning)
+    known: Role | str = _ROLES.get(role) or role
+    return Message(known, content, tool_calls, call_id, reasoning)
 
 
 def task_to_json(task: Task) -> Json:
