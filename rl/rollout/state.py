@@ -125,7 +125,7 @@ class _Reader:
         elif item.kind == Kind.RESET:
             self._reset(slot, *struct.unpack("<IIIII", payload))
         else:
-            _read_turn(slot, Kind(item.kind), payload)
+            _read_turn(slot, Kind(item.kind), payload, self.row_count)
 
     def _reset(self, slot: _Slot, turns: int, turn: int, tokens: int, closed: int, results: int) -> None:
         slot.resets.append(_Reset(self.row_count, turn if turns else 0, tokens))
@@ -136,10 +136,13 @@ class _Reader:
                 last.tokens = last.finish = None
 
 
-def _read_turn(slot: _Slot, kind: Kind, payload: bytes) -> None:
+def _read_turn(slot: _Slot, kind: Kind, payload: bytes, row: int) -> None:
     if kind is Kind.BEGIN:
         turn, new_branch = struct.unpack_from("<II", payload)
         ids = tuple(np.frombuffer(payload, "<i4", offset=8).tolist())
+        if any(number >= turn for number in slot.turns):  # sampled anew: what was there is void
+            slot.resets.append(_Reset(row, turn, 0))
+            slot.turns = {number: item for number, item in slot.turns.items() if number < turn}
         slot.turns[turn] = _Turn(ids, bool(new_branch))
     elif kind is Kind.TURN:
         turn, tokens, finish = struct.unpack("<III", payload)
