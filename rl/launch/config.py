@@ -153,4 +153,20 @@ class RunConfig(Section):
             )
         if self.run.resume and self.run.clean:
             raise ValueError("run.resume and run.clean exclude each other; give one of them")
+        if self.rollout.max_total_tokens > self.engine.max_tokens:
+            raise ValueError(
+                f"rollout.max_total_tokens={self.rollout.max_total_tokens} is more than a sequence of the engine "
+                f"may have (engine.max_tokens={self.engine.max_tokens}); raise the second or lower the first"
+            )
+        self._agree("trainer.groups_per_step", self.trainer.groups_per_step, "rollout", "groups_per_step")
+        self._agree("trainer.temperature", self.trainer.temperature, "engine", "temperature")
+        self._agree("trainer.fake_quant", self.trainer.fake_quant, "model", "fake_quant")
         return self
+
+    def _agree(self, key: str, value: Any, section: str, name: str) -> None:
+        other = getattr(getattr(self, section), name)
+        if value != other:
+            raise ValueError(
+                f"{key}={value} contradicts {section}.{name}={other}; the sampler and the trainer must agree: "
+                f"set {section}.{name} only, the other follows"
+            )
