@@ -1,1 +1,1 @@
-"""TODO package docstring."""
+"""Adapters: task collections of others as environments of ours."""

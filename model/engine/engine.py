@@ -209,7 +209,7 @@ class Engine:
         if decoding.size:
             hidden.append(self._extend(decoding, np.ones_like(decoding)))
             self._rows.cached[decoding] += 1
-        if self.scheduler.prefilling:
+        if self.scheduler.prefill_is_due(self._prefill_tokens):
             for batch, shares in self.scheduler.plan(self._prefill_tokens):
                 states = self._extend(batch, shares)
                 self.counters.prefilled_tokens += int(shares.sum())

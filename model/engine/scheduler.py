@@ -17,6 +17,10 @@ import numpy as np
 from model.engine.requests import Pending
 from model.engine.rows import NO_SLOT, Rows
 
+# A call of the policy has a fixed cost, for small policies that of decoding about a hundred rows. Rows that
+# need little prefill are therefore gathered for a few steps, unless they are a good part of all rows.
+_GATHER_STEPS = 4
+
 
 class Cache(Protocol):
     """What the scheduler asks of a policy's cache: places for sequences."""
@@ -45,6 +49,7 @@ class Scheduler:
         self.prefilling: list[int] = []
         self.evictions = 0
         self.forks = 0
+        self._gathered = 0
         self._cache = cache
         self._free = list(range(rows.count - 1, -1, -1))
         self._idle: OrderedDict[str, int] = OrderedDict()
@@ -87,6 +92,19 @@ class Scheduler:
                 self.rows.open(row, pending)
                 self.prefilling.append(row)
             self._row_of[pending.request_id] = row
+
+    def prefill_is_due(self, budget: int) -> bool:
+        """Says whether this step is to prefill; at the latest every fourth step does, when a row needs it."""
+        if not self.prefilling:
+            return False
+        self._gathered += 1
+        stalled = self.served - self.running.size
+        missing = (self.rows.length - self.rows.cached)[self.prefilling].sum()
+        due = stalled * _GATHER_STEPS >= self.running.size or missing >= budget
+        if due or self._gathered >= _GATHER_STEPS:
+            self._gathered = 0
+            return True
+        return False
 
     def plan(self, budget: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """Splits `budget` tokens of prefill over the rows: batches of (rows [b], tokens to compute [b]).

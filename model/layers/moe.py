@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from model.config import PolicyConfig
 from model.layers.linear import quantized_linear
+from model.layers.swiglu import clipped_swiglu
 from model.layers.top_k import top_k_lowest_index
 
 _DENSE_UP_TO = 8
@@ -90,8 +91,7 @@ class MixtureOfExperts(nn.Module):
     def _activate(self, hidden: Tensor, weights: Tensor) -> Tensor:
         """[..., 2 f] and weights [..., 1] to [..., f]: weight * silu(min(gate, limit)) * clip(up, limit)."""
         gate, up = (hidden.float() if hidden.dtype is torch.bfloat16 else hidden).chunk(2, dim=-1)
-        active = F.silu(gate.clamp(max=self.limit)) * up.clamp(-self.limit, self.limit)
-        return (active * weights).to(hidden.dtype)
+        return clipped_swiglu(gate, up, weights, self.limit).to(hidden.dtype)
 
     def _dense(self, x: Tensor, routing: Routing) -> Tensor:
         weights = torch.zeros_like(routing.affinity).scatter(1, routing.expert_ids, routing.weights)
