@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from envs.types import FinishReason, Message, Score, StopReason, Task, ToolCall, ToolSpec, Trajectory
+from envs.types import FinishReason, Message, Missing, Score, StopReason, Task, ToolCall, ToolSpec, Trajectory
 from sandbox.base import Sandbox
 from sandbox.types import SandboxSpec
 
@@ -21,7 +21,7 @@ class Sampled:
 
 
 class Episode(Protocol):
-    """One trajectory in the making. The framework owns tokens, log and limits; the scaffold writes messages."""
+    """One trajectory in the making: the framework owns tokens, log and limits, the scaffold the messages."""
 
     task: Task
     effort: int
@@ -52,7 +52,11 @@ class Scaffold(Protocol):
 
 
 class Environment(Protocol):
-    """Problem, environment and verification: everything about one kind of task."""
+    """Problem, environment and verification: everything about one kind of task.
+
+    `sandbox` is None when no tool needs one. `efforts` are the levels it is trained at unless the run says
+    otherwise. `reward_name` names a reward of the library; when it is empty the environment scores itself.
+    """
 
     name: str
     splits: tuple[str, ...]
@@ -60,20 +64,35 @@ class Environment(Protocol):
     sandbox: SandboxSpec | None
     max_turns: int
     reward_name: str
+    efforts: tuple[int, ...]
 
     def tasks(self, split: str, seed: int) -> Iterator[Task]:
-        """Yields the tasks of a split in an order fixed by `seed`; the same call yields the same tasks."""
+        """Yields the tasks of a split in an order fixed by `seed`; the same call yields the same tasks.
+
+        The iterator may be endless.
+        """
         ...
 
     def demonstrations(self, split: str, seed: int) -> Iterator[tuple[Task, tuple[Message, ...]]]:
-        """Yields tasks with the turns (assistant and tool messages) of an example episode, for SFT."""
+        """Yields tasks with the turns (assistant and tool messages) of an example episode, for SFT.
+
+        The iterator may be endless; it is empty when the environment has no demonstrations.
+        """
         ...
 
-    async def call_tool(self, call: ToolCall, task: Task, sandbox: Sandbox) -> str:
+    async def setup(self, task: Task, sandbox: Sandbox | None) -> None:
+        """Prepares a trajectory's own sandbox before the first turn; does nothing for stateless tools."""
+        ...
+
+    async def cleanup(self, task: Task, sandbox: Sandbox | None) -> None:
+        """Ends what `setup` began. Runs also after an error; must bear being called twice."""
+        ...
+
+    async def call_tool(self, call: ToolCall, task: Task, sandbox: Sandbox | None) -> str:
         """Runs one tool call and returns the observation. Raises `ToolError` for a call at fault."""
         ...
 
-    async def score(self, task: Task, trajectory: Trajectory) -> Score:
+    async def score(self, task: Task, trajectory: Trajectory) -> Score | Missing:
         """Judges a finished trajectory; used when `reward_name` is empty. An exception becomes `Missing`."""
         ...
 

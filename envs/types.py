@@ -71,11 +71,16 @@ class Boundary(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call that the policy made: a tool's name and its parsed arguments."""
+    """One call that the policy made: a tool's name and its parsed arguments.
+
+    `number` counts the calls of a trajectory from 0; the framework sets it, so that a tool whose answer
+    changes from call to call is a function of the task and this number, also after an interruption.
+    """
 
     name: str
     arguments: Mapping[str, Any]
     id: str = ""
+    number: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +118,14 @@ class Task:
 
     id: str
     prompt: tuple[Message, ...]
-    private: Mapping[str, Any] = field(default_factory=dict)
+    private: Mapping[str, Any] = field(default_factory=dict[str, Any])
     gold: str | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @classmethod
+    def ask(cls, id: str, question: str, *, gold: str | None = None, **private: Any) -> Task:
+        """Returns the most common kind of task: one question, one answer, and what the verifier knows."""
+        return cls(id=id, prompt=(Message(Role.USER, question),), private=private, gold=gold)
 
     @property
     def content_hash(self) -> str:
@@ -159,7 +169,7 @@ class Score:
     """A verdict: the total value and its named parts."""
 
     value: float
-    parts: Mapping[str, float] = field(default_factory=dict)
+    parts: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,12 +199,28 @@ class Trajectory:
     stop: StopReason
     score: Score | Missing
     error: ErrorInfo | None = None
-    timings: Mapping[str, float] = field(default_factory=dict)
+    timings: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def turns(self) -> tuple[Turn, ...]:
         """All turns, over all branches."""
         return tuple(turn for branch in self.branches for turn in branch)
+
+    @property
+    def answer(self) -> str:
+        """What the policy answered: the text of its last turn, or "" when that turn is no answer.
+
+        A turn that was cut, could not be read, or calls a tool is no answer.
+        """
+        last = self.turns[-1] if self.turns else None
+        if (
+            last is None
+            or last.finish is not FinishReason.STOP
+            or last.parse_error
+            or last.message.tool_calls
+        ):
+            return ""
+        return last.message.content
 
     @property
     def sampled_tokens(self) -> int:
@@ -209,7 +235,7 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One draw of a task: its trajectories at one effort and one scaffold, which are compared with each other."""
+    """One draw of a task: its trajectories at one effort and one scaffold, compared with each other."""
 
     id: int
     task: Task
