@@ -76,7 +76,7 @@ class Engine:
         max_requests: How many requests are served at the same time; others wait.
         max_tokens: The context: the most tokens a sequence can have.
         idle_sessions: How many sessions keep caches while they are not served (default: `max_requests`).
-        prefill_tokens: The most tokens of prefill in one step, at least `max_requests`.
+        prefill_tokens: The most tokens of prefill in one step (raised to `max_requests` when below).
         version: The version of the policy's weights.
     """
 
@@ -103,11 +103,9 @@ class Engine:
         state = policy.state_dict()
         self._device = next(iter(state.values())).device
         self._vocab_size = int(policy.config.vocab_size)
-        with torch.inference_mode():
-            self._cache = policy.new_cache(count, max_tokens)
         self._rows = Rows(count, max_tokens)
-        cache: Cache = self._cache
-        self.scheduler = Scheduler(self._rows, cache, max_running=max_requests)
+        self._cache = self._new_cache()
+        self.scheduler = Scheduler(self._rows, self._cache, max_running=max_requests)
         self._sessions: dict[str, int] = {}
         self._ended: list[Finished] = []
         self._next_id = 0
@@ -188,7 +186,8 @@ class Engine:
             self.policy.load_state_dict(tensors, strict=True)
         self.version = version
         if caches == "recompute":
-            self.scheduler.recompute()
+            with torch.inference_mode():
+                self.scheduler.recompute()
 
     def step(self) -> StepOutput:
         """Computes one token for every row that is ready, and returns the tokens and the turns that ended."""
@@ -201,6 +200,10 @@ class Engine:
         self.counters.generated_tokens += output.token_ids.size
         self.counters.busy_seconds += time.perf_counter() - begin
         return output
+
+    def _new_cache(self) -> Cache:
+        with torch.inference_mode():
+            return self.policy.new_cache(self._rows.count, self._rows.context)
 
     def _compute(self) -> tuple[np.ndarray, list[Tensor]]:
         """Prefills and decodes; returns the rows to sample [n] and their hidden states, in the same order."""
@@ -243,7 +246,7 @@ class Engine:
             return StepOutput(ids, ids, nothing, nothing, self.version, ended)
         logits = self.policy.logits(hidden[0] if len(hidden) == 1 else torch.cat(hidden))
         drawn = sample(logits, self._rows.sampling.take(rows), self._rows.length[rows])
-        if not drawn.finite.all():
+        if failed := not drawn.finite.all():
             ended += [self._fail(int(row)) for row in rows[~drawn.finite]]
             rows, drawn = rows[drawn.finite], _select(drawn, drawn.finite)
         self._rows.append(rows, drawn.token_ids, drawn.logprobs, self.version)
@@ -253,6 +256,10 @@ class Engine:
         self.scheduler.running = rows[~done]
         for row, stop in zip(rows[done].tolist(), stopped[done].tolist(), strict=True):
             ended.append(self._end(row, Finish.STOP if stop else Finish.LENGTH))
+        if failed:
+            # NaN in storage outlives its sequence: a masked entry still enters products as 0 * NaN.
+            self._cache = self._new_cache()
+            self.scheduler.recompute(self._cache)
         return StepOutput(ids, drawn.token_ids, drawn.logprobs, drawn.full_logprobs, self.version, ended)
 
     def _end(self, row: int, finish: Finish, error: RequestError | None = None) -> Finished:

@@ -151,15 +151,20 @@ class Scheduler:
         if (row := self._idle.pop(session, None)) is not None:
             self._drop(row)
 
-    def recompute(self) -> None:
-        """Empties all caches: idle sessions are forgotten, rows that are served are computed anew."""
+    def recompute(self, cache: Cache | None = None) -> None:
+        """Empties all caches, or goes over to a new one.
+
+        Idle sessions are forgotten, rows that are served are computed anew.
+        """
         for session in self.idle_sessions:
             self.forget(session)
-        for row in (*self.prefilling, *map(int, self.running)):
+        self.prefilling += map(int, self.running)
+        for row in self.prefilling:
             self._cache.free(int(self.rows.slot[row]))
+        self._cache = self._cache if cache is None else cache
+        for row in self.prefilling:
             self.rows.slot[row] = self._cache.allocate()
             self.rows.cached[row] = 0
-        self.prefilling += map(int, self.running)
         self.running = np.zeros(0, np.int64)
 
     def _open_new(self, row: int, pending: Pending) -> None:
