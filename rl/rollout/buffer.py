@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from envs.types import Group, Score, Task, Trajectory
+from rewards.length import LengthPenaltyConfig
+from rewards.length import apply as apply_length_penalty
+
+from envs.types import Group, Score, Status, Task, Trajectory
 from rl.rollout.codec import (
     group_from_json,
     group_to_json,
@@ -91,13 +94,15 @@ def count_older(trajectories: Sequence[Trajectory], version: int) -> int:
 class Buffer:
     """Collects trajectories into groups and hands out batches of `groups_per_step` groups.
 
-    A group is announced with `open`; each member arrives once with `add`, scored or finally failed.
-    `counts` has the groups so far: complete, all_good, all_bad, mixed (by outcome above or at most 0), and
-    dropped reasons.
+    With `length` the effort's length penalty is added to the scores of a batch as it leaves; filters and
+    counts see the outcome only. A group is announced with `open`; each member arrives once with `add`,
+    scored or finally failed. `counts` has the groups so far: complete, all_good, all_bad, mixed (by outcome
+    above or at most 0), and dropped reasons.
     """
 
-    def __init__(self, config: RolloutConfig) -> None:
+    def __init__(self, config: RolloutConfig, length: LengthPenaltyConfig | None = None) -> None:
         self._config = config
+        self._length = length
         self._gathering: dict[int, _Gathering] = {}
         self._ready: list[Group] = []
         self._dropped: list[Dropped] = []
@@ -141,8 +146,9 @@ class Buffer:
             self._drop(group, "stale")
         if len(self._ready) < self._config.groups_per_step:
             return None
-        groups = tuple(self._ready[: self._config.groups_per_step])
-        del self._ready[: len(groups)]
+        taken = self._ready[: self._config.groups_per_step]
+        del self._ready[: len(taken)]
+        groups = tuple(self._with_length(group, version) for group in taken)
         masked = sum(count_older(group.trajectories, oldest) for group in groups)
         total = sum(_scored_tokens(group.trajectories) for group in groups)
         return Batch(groups, version, oldest, total, masked)
@@ -204,6 +210,21 @@ class Buffer:
                 self._drop(group, "zero_variance")
                 return
         self._ready.append(group)
+
+    def _with_length(self, group: Group, version: int) -> Group:
+        if self._length is None:
+            return group
+        members = group.trajectories
+        scores = apply_length_penalty(
+            self._length,
+            [member.score for member in members],
+            effort=group.effort,
+            tokens=[member.sampled_tokens for member in members],
+            truncated=[member.status is Status.TRUNCATED for member in members],
+            step=version,
+        )
+        penalised = (replace(member, score=score) for member, score in zip(members, scores, strict=True))
+        return replace(group, trajectories=tuple(penalised))
 
     def _too_old(self, group: Group, oldest: int) -> bool:
         older = count_older(group.trajectories, oldest)

@@ -87,15 +87,16 @@ _UNTAG = {
 
 def message_to_json(message: Message) -> Json:
     """One message as JSON."""
-    calls = [[call.name, encode_value(call.arguments), call.id] for call in message.tool_calls]
+    calls = [[call.name, encode_value(call.arguments), call.id, call.number] for call in message.tool_calls]
     return [str(message.role), message.content, calls, message.tool_call_id, message.reasoning]
 
 
 def message_from_json(data: Json) -> Message:
     """The message of `message_to_json`."""
     role, content, calls, call_id, reasoning = data
-    tool_calls = tuple(ToolCall(name, decode_value(arguments), id_) for name, arguments, id_ in calls)
-    return Message(_ROLES.get(role, role), content, tool_calls, call_id, reasoning)
+    tool_calls = tuple(ToolCall(name, decode_value(args), id_, number) for name, args, id_, number in calls)
+    known: Role | str = _ROLES.get(role) or role
+    return Message(known, content, tool_calls, call_id, reasoning)
 
 
 def task_to_json(task: Task) -> Json:

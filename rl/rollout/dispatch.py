@@ -158,6 +158,10 @@ class Dispatcher:
         """Returns where every dispatched sample is."""
         return self._ledger.account(sum(len(group.members) for group in self._groups.values()))
 
+    def open_groups(self) -> list[int]:
+        """Numbers of the groups that were started and neither trained nor dropped, in order of start."""
+        return list(self._groups)
+
     def open_environments(self) -> list[str]:
         """Environments whose circuit breaker is open, sorted."""
         return sorted(name for name, breaker in self._breakers.items() if breaker.is_open)

@@ -42,7 +42,7 @@ value = st.recursive(
 )
 mapping = st.dictionaries(text, value, max_size=3)
 numbers = st.lists(st.integers(0, 200_000), max_size=4).map(tuple)
-calls = st.builds(ToolCall, text, mapping, text)
+calls = st.builds(ToolCall, text, mapping, text, st.none() | st.integers(0, 9))
 messages = st.builds(
     Message,
     st.sampled_from(Role) | st.just("critic"),
