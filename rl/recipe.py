@@ -52,7 +52,7 @@ class StagedLearner(Learner, Protocol):
 class StagedGenerator(Generator, Protocol):
     """A generator that can also recover the samples of a killed run from its token log."""
 
-    async def recover(self) -> Recovered:
+    async def recover(self, version: int) -> Recovered:
         """Returns what the token log of a killed run holds."""
         ...
 
@@ -116,7 +116,7 @@ class Recipe:
             self.generator,
             self.publish,
             Dispatcher(config.rollout, lambda group: GroupPlan(size, env.name)),
-            Buffer(config.rollout),
+            Buffer(config.rollout, length=config.effort.length_penalty),
             stream,
             self.watch,
             first_step=config.sft.steps,
@@ -193,7 +193,7 @@ class Recipe:
         if "before" not in self.results:
             return
         await self.publish()
-        recovered = await self.generator.recover()
+        recovered = await self.generator.recover(controller.version)
         plan = plan_resume(controller.dispatcher, [recovered])
         for group in plan.groups:
             controller.announce(group)
