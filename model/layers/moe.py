@@ -51,11 +51,14 @@ class Router(nn.Module):
         """Route tokens [T, d]; `image` [T] bool marks tokens of image spans, None stands for text only."""
         logits = F.linear(x, self.weight) if x.dtype is self.weight.dtype is torch.float32 else self._wide_logits(x)
         affinity = F.softplus((logits / self.temperature).clamp_min(_LOWEST_LOGIT)).sqrt()
-        bias = self.bias if image is None else torch.where(image.unsqueeze(-1), self.bias_vl, self.bias)
-        expert_ids = top_k_lowest_index(affinity.detach() + bias, self.chosen)
+        expert_ids = top_k_lowest_index(affinity.detach() + self.bias_of(image), self.chosen)
         weights = affinity.gather(1, expert_ids)
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.factor
         return Routing(affinity, expert_ids, weights)
+
+    def bias_of(self, image: Tensor | None) -> Tensor:
+        """Bias of the choice, [E] or [T, E]."""
+        return self.bias if image is None else torch.where(image.unsqueeze(-1), self.bias_vl, self.bias)
 
     def _wide_logits(self, x: Tensor) -> Tensor:
         kind = torch.promote_types(x.dtype, torch.float32)

@@ -73,7 +73,9 @@ def config_groups() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for folder in resources.files("conf").iterdir():
         if folder.is_dir() and not folder.name.startswith("_"):
-            options = sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
+            options = sorted(
+                f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml")
+            )
             if options:
                 found[folder.name] = options
     return found

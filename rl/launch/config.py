@@ -38,7 +38,6 @@ class Model(Section):
 
     preset: str = "nano"
     path: str = ""
-    fake_quant: bool = True
 
 
 class Env(Section):
@@ -151,6 +150,12 @@ class RunConfig(Section):
                 f"engine.max_completion_tokens={self.engine.max_completion_tokens} leaves no room for a prompt in "
                 f"engine.max_tokens={self.engine.max_tokens}; make the second larger"
             )
+        if self.trainer.temperature != self.engine.temperature:
+            raise ValueError(
+                f"trainer.temperature={self.trainer.temperature} and engine.temperature={self.engine.temperature} "
+                "differ: the trainer would compare with another distribution; set engine.temperature only, the "
+                "other follows"
+            )
         if self.run.resume and self.run.clean:
             raise ValueError("run.resume and run.clean exclude each other; give one of them")
         if self.rollout.max_total_tokens > self.engine.max_tokens:
@@ -158,15 +163,4 @@ class RunConfig(Section):
                 f"rollout.max_total_tokens={self.rollout.max_total_tokens} is more than a sequence of the engine "
                 f"may have (engine.max_tokens={self.engine.max_tokens}); raise the second or lower the first"
             )
-        self._agree("trainer.groups_per_step", self.trainer.groups_per_step, "rollout", "groups_per_step")
-        self._agree("trainer.temperature", self.trainer.temperature, "engine", "temperature")
-        self._agree("trainer.fake_quant", self.trainer.fake_quant, "model", "fake_quant")
         return self
-
-    def _agree(self, key: str, value: Any, section: str, name: str) -> None:
-        other = getattr(getattr(self, section), name)
-        if value != other:
-            raise ValueError(
-                f"{key}={value} contradicts {section}.{name}={other}; the sampler and the trainer must agree: "
-                f"set {section}.{name} only, the other follows"
-            )

@@ -29,7 +29,9 @@ class Finding:
 
     def __str__(self) -> str:
         mark = "ok     " if self.ok else ("MISSING" if self.needed else "absent ")
-        return f"{mark} {self.name:<12} {self.found}" + (f"\n{'':21}{self.fix}" if self.fix and not self.ok else "")
+        return f"{mark} {self.name:<12} {self.found}" + (
+            f"\n{'':21}{self.fix}" if self.fix and not self.ok else ""
+        )
 
 
 def examine() -> list[Finding]:
@@ -37,7 +39,10 @@ def examine() -> list[Finding]:
     boxes = [_docker(), _bubblewrap()]
     some = any(box.ok for box in boxes)
     sandbox = Finding(
-        "sandbox", some, "at least one of the two" if some else "neither Docker nor bubblewrap", "get one of the two above"
+        "sandbox",
+        some,
+        "at least one of the two" if some else "neither Docker nor bubblewrap",
+        "get one of the two above",
     )
     rest: list[Callable[[], Finding]] = [_python, _packages, _torch, _ray, _gpu, _disk, _wandb]
     return [*(look() for look in rest), *boxes, sandbox]
@@ -52,7 +57,9 @@ def report(findings: list[Finding]) -> Iterator[str]:
 
 def _python() -> Finding:
     ok = (3, 11) <= sys.version_info[:2] < (3, 14)
-    return Finding("python", ok, f"{platform.python_version()} ({sys.executable})", "install Python 3.11, 3.12 or 3.13")
+    return Finding(
+        "python", ok, f"{platform.python_version()} ({sys.executable})", "install Python 3.11, 3.12 or 3.13"
+    )
 
 
 def _packages() -> Finding:
@@ -73,7 +80,9 @@ def _ray() -> Finding:
     address = os.environ.get("RAY_ADDRESS", "")
     found = importlib.metadata.version("ray")
     fix = "unset RAY_ADDRESS: a run joins a cluster only by launcher.address"
-    return Finding("ray", not address, found + (f", RAY_ADDRESS={address}" if address else ""), fix, needed=False)
+    return Finding(
+        "ray", not address, found + (f", RAY_ADDRESS={address}" if address else ""), fix, needed=False
+    )
 
 
 def _gpu() -> Finding:
@@ -86,12 +95,18 @@ def _gpu() -> Finding:
 
 def _disk() -> Finding:
     free = shutil.disk_usage(".").free / 1e9
-    return Finding("disk", free > _MIN_DISK_GB, f"{free:.1f} GB free here", f"a run may need {_MIN_DISK_GB} GB")
+    return Finding(
+        "disk", free > _MIN_DISK_GB, f"{free:.1f} GB free here", f"a run may need {_MIN_DISK_GB} GB"
+    )
 
 
 def _wandb() -> Finding:
     mode = choose_mode("auto")
-    meaning = {"online": "a key was found", "offline": "no key; `wandb sync` uploads later", "disabled": "WANDB_MODE"}
+    meaning = {
+        "online": "a key was found",
+        "offline": "no key; `wandb sync` uploads later",
+        "disabled": "WANDB_MODE",
+    }
     return Finding("wandb", True, f"{mode} ({meaning[mode]})", needed=False)
 
 

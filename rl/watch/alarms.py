@@ -62,11 +62,42 @@ class Alarms:
     def check(self, metrics: Mapping[str, float]) -> list[str]:
         """Looks at one row of numbers; returns what started or ended, as lines."""
         news = self._not_a_number(metrics)
-        news += self._share("errors", metrics, "rollout/all/error", self.limits.errors, "samples fail; see rollouts/failed.jsonl")
-        news += self._share("truncation", metrics, "rollout/all/truncated", self.limits.truncated, "samples are cut; raise engine.max_completion_tokens or engine.max_tokens")
-        news += self._share("all_wrong", metrics, "rollout/all/group.all_bad", self.limits.groups, "groups have no right answer, so nothing is learned; warm up longer or take easier tasks")
-        news += self._share("all_right", metrics, "rollout/all/group.all_good", self.limits.groups, "groups are all right: the task is nearly solved", Level.NOTICE)
-        news += self._share("queue_empty", metrics, "sys/idle.trainer", self.limits.queue_empty, "of the time the trainer waits for samples; see sys/tok_s.gen and rollout.max_in_flight")
+        news += self._share(
+            "errors",
+            metrics,
+            "rollout/all/error",
+            self.limits.errors,
+            "samples fail; see rollouts/failed.jsonl",
+        )
+        news += self._share(
+            "truncation",
+            metrics,
+            "rollout/all/truncated",
+            self.limits.truncated,
+            "samples are cut; raise engine.max_completion_tokens or engine.max_tokens",
+        )
+        news += self._share(
+            "all_wrong",
+            metrics,
+            "rollout/all/group.all_bad",
+            self.limits.groups,
+            "groups have no right answer, so nothing is learned; warm up longer or take easier tasks",
+        )
+        news += self._share(
+            "all_right",
+            metrics,
+            "rollout/all/group.all_good",
+            self.limits.groups,
+            "groups are all right: the task is nearly solved",
+            Level.NOTICE,
+        )
+        news += self._share(
+            "queue_empty",
+            metrics,
+            "sys/idle.trainer",
+            self.limits.queue_empty,
+            "of the time the trainer waits for samples; see sys/tok_s.gen and rollout.max_in_flight",
+        )
         news += self._entropy(metrics) + self._mismatch(metrics) + self._grad_norm(metrics)
         news += self._staleness(metrics) + self._evaluation(metrics)
         return news
@@ -78,16 +109,32 @@ class Alarms:
 
     def check_disk(self, free: float) -> list[str]:
         """Looks at the free share of the disk that holds the run."""
-        return self._set("disk", free < self.limits.disk_free, f"the disk has only {free:.0%} free; make room before a checkpoint fails")
+        return self._set(
+            "disk",
+            free < self.limits.disk_free,
+            f"the disk has only {free:.0%} free; make room before a checkpoint fails",
+        )
 
     def _not_a_number(self, metrics: Mapping[str, float]) -> list[str]:
-        bad = [name for name, value in metrics.items() if not math.isfinite(value) and name.startswith(("train/", "sft/"))]
+        bad = [
+            name
+            for name, value in metrics.items()
+            if not math.isfinite(value) and name.startswith(("train/", "sft/"))
+        ]
         if not any(name.startswith(("train/", "sft/")) for name in metrics):
             return []
-        return self._set("not_a_number", bool(bad), f"{', '.join(bad[:3])} not finite; lower the learning rate")
+        return self._set(
+            "not_a_number", bool(bad), f"{', '.join(bad[:3])} not finite; lower the learning rate"
+        )
 
     def _share(
-        self, name: str, metrics: Mapping[str, float], metric: str, limit: float, text: str, level: Level = Level.WARNING
+        self,
+        name: str,
+        metrics: Mapping[str, float],
+        metric: str,
+        limit: float,
+        text: str,
+        level: Level = Level.WARNING,
     ) -> list[str]:
         if (value := metrics.get(metric)) is None:
             return []
@@ -124,8 +171,12 @@ class Alarms:
     def _staleness(self, metrics: Mapping[str, float]) -> list[str]:
         if (value := metrics.get("train/staleness.mean")) is None or self.staleness_bound == 0:
             return []
-        self._streak["staleness"] = self._streak.get("staleness", 0) + 1 if value >= self.staleness_bound else 0
-        text = f"all samples are as old as the bound allows ({self.staleness_bound} steps): sampling is too slow"
+        self._streak["staleness"] = (
+            self._streak.get("staleness", 0) + 1 if value >= self.staleness_bound else 0
+        )
+        text = (
+            f"all samples are as old as the bound allows ({self.staleness_bound} steps): sampling is too slow"
+        )
         return self._set("staleness", self._streak["staleness"] >= self.limits.patience, text, Level.NOTICE)
 
     def _evaluation(self, metrics: Mapping[str, float]) -> list[str]:

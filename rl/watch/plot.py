@@ -25,10 +25,24 @@ class Panel:
 PANELS = (
     Panel("Reward of training samples", [("rollout/all/reward.mean", "reward")], share=True),
     Panel("Tool use", [("rollout/all/tool_use", "samples with a call")], share=True),
-    Panel("Groups", [("rollout/all/group.mixed", "mixed"), ("rollout/all/group.all_good", "all right"), ("rollout/all/group.all_bad", "all wrong")], share=True),
-    Panel("Sampled tokens", [("rollout/all/len.sampled.mean", "mean"), ("rollout/all/len.sampled.p90", "90 % below")]),
+    Panel(
+        "Groups",
+        [
+            ("rollout/all/group.mixed", "mixed"),
+            ("rollout/all/group.all_good", "all right"),
+            ("rollout/all/group.all_bad", "all wrong"),
+        ],
+        share=True,
+    ),
+    Panel(
+        "Sampled tokens",
+        [("rollout/all/len.sampled.mean", "mean"), ("rollout/all/len.sampled.p90", "90 % below")],
+    ),
     Panel("Entropy", [("train/entropy", "nats a token")]),
-    Panel("Trainer against sampler", [("train/kl.mismatch", "mean difference"), ("train/kl.mismatch.max", "max")]),
+    Panel(
+        "Trainer against sampler",
+        [("train/kl.mismatch", "mean difference"), ("train/kl.mismatch.max", "max")],
+    ),
     Panel("Gradient norm", [("train/grad_norm", "norm")]),
     Panel("Idle share", [("sys/idle.trainer", "trainer"), ("sys/idle.rollout", "rollout")], share=True),
     Panel("Warm start", [("sft/loss", "loss")], axis="step (SFT)"),
@@ -50,7 +64,9 @@ def draw(run: Path) -> Path:
         _panel(place, panel, rows)
     evaluations = _evaluations(rows)
     _mark(figure.axes[0], evaluations)
-    figure.suptitle("  ".join([run.name, *(f"{name} {ys[0]:.2f} to {ys[-1]:.2f}" for name, _, ys in evaluations)]))
+    figure.suptitle(
+        "  ".join([run.name, *(f"{name} {ys[0]:.2f} to {ys[-1]:.2f}" for name, _, ys in evaluations)])
+    )
     path = run / FILE_NAME
     partial = run / f".{FILE_NAME}.partial"
     figure.savefig(partial, format="png", dpi=90)
@@ -60,7 +76,9 @@ def draw(run: Path) -> Path:
 
 def smooth(values: Sequence[float], window: int = _WINDOW) -> list[float]:
     """Returns the mean of the last `window` values (fewer at the start) at each place."""
-    return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i + 1 - window) : i + 1])]
+    return [
+        sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i + 1 - window) : i + 1])
+    ]
 
 
 def _panel(axes: Any, panel: Panel, rows: list[Row]) -> None:
@@ -81,7 +99,14 @@ def _panel(axes: Any, panel: Panel, rows: list[Row]) -> None:
 
 
 def _evaluations(rows: list[Row]) -> list[tuple[str, list[int], list[float]]]:
-    names = sorted({name for row in rows for name in row.metrics if name.startswith("eval/") and name.endswith("/score.mean")})
+    names = sorted(
+        {
+            name
+            for row in rows
+            for name in row.metrics
+            if name.startswith("eval/") and name.endswith("/score.mean")
+        }
+    )
     return [(name.split("/")[-2], *series(rows, name)) for name in names]
 
 

@@ -37,7 +37,12 @@ def write_status(run: Path, status: Status, alarms: Alarms) -> None:
     """Replaces STATUS.md."""
     count = f" {status.done}/{status.total}" if status.total else ""
     now = time.strftime("%Y-%m-%d %H:%M:%S")
-    lines = [f"# {status.run}", "", f"{status.phase}{count}, seen {now}. Failed samples: {status.failed}.", ""]
+    lines = [
+        f"# {status.run}",
+        "",
+        f"{status.phase}{count}, seen {now}. Failed samples: {status.failed}.",
+        "",
+    ]
     lines += [f"- {label}: {figure(value)}" for label, value in status.figures.items()]
     lines += ["", "## Alarms", "", *(f"- {a.level} {a.name}: {a.text}" for a in alarms.active.values())]
     lines += [] if alarms.active else ["None."]

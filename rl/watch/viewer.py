@@ -23,7 +23,9 @@ ORDERS = tuple(_ORDERS)
 
 def show(console: Console, samples: Sequence[Sample], decode: Decode, *, order: str, limit: int) -> None:
     """Prints samples, least first, and what the colours mean."""
-    console.print(Text.assemble(("given", GIVEN), "  ", ("trained", TRAINED), "  ", ("too old, no loss", STALE)))
+    console.print(
+        Text.assemble(("given", GIVEN), "  ", ("trained", TRAINED), "  ", ("too old, no loss", STALE))
+    )
     chosen = sorted(samples, key=_ORDERS[order])
     for sample in chosen[:limit]:
         console.print(headline(sample), tokens(sample, decode), sep="\n  ")

@@ -102,7 +102,9 @@ class WandbLog:
         thread.start()
         thread.join(FINISH_S)
         if thread.is_alive():
-            self._tell(f"W&B: the server took more than {FINISH_S:g} s at the end; `wandb sync` uploads the rest")
+            self._tell(
+                f"W&B: the server took more than {FINISH_S:g} s at the end; `wandb sync` uploads the rest"
+            )
             _abandon()
         elif failures:
             self._tell(f"W&B: the end failed ({_reason(failures[0])}); `wandb sync` uploads the rest")

@@ -11,16 +11,18 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from envs.types import Trajectory
+from rl.launch.config import RunConfig
+from rl.launch.run import RunFolder, as_plain
 from rl.watch.alarms import Alarms
 from rl.watch.console import Screen, open_screen
 from rl.watch.jsonl import FILE_NAME, JsonlLog, row
 from rl.watch.metrics import TrainingBatch, split_families
 from rl.watch.rollouts import RolloutLog
 from rl.watch.status import Status, write_status
-from rl.watch.wandb_log import WandbLog
+from rl.watch.wandb_log import WandbLog, WandbSettings
 
 _HEARTBEAT_S = 5.0
 
@@ -145,20 +147,18 @@ class Watch:
                 write_status(self._run, self._status, self._alarms)
 
 
-def open_watch(
-    run: Path,
-    *,
-    wandb: Mapping[str, Any],
-    config: Mapping[str, Any],
-    console: str,
-    staleness: int,
-    total_steps: int,
-) -> Watch:
-    """Opens the report of a run; `wandb` are the fields of `WandbSettings` beside `name` and `folder`."""
-    from rl.watch.wandb_log import WandbSettings
-
-    screen = open_screen(console, f"run {run.name} in {run}")
-    settings = WandbSettings(name=run.name, folder=run, **wandb)
-    log = WandbLog(settings, config, screen.note)
-    screen.note(f"W&B {log.mode}; numbers in {run / FILE_NAME}")
-    return Watch(run, log, screen, Alarms(staleness_bound=staleness), total_steps)
+def open_watch(folder: RunFolder, config: RunConfig) -> Watch:
+    """Opens the report of a run; what it cannot send to W&B it says on the terminal."""
+    screen = open_screen(config.logger.console, f"run {folder.name} in {folder.path}")
+    settings = WandbSettings(
+        mode=config.logger.wandb,
+        project=config.logger.project,
+        name=folder.name,
+        run_id=folder.name,
+        folder=folder.path,
+    )
+    log = WandbLog(settings, as_plain(config), screen.note)
+    screen.note(f"W&B is {log.mode}; all numbers are in {folder.path / FILE_NAME}")
+    return Watch(
+        folder.path, log, screen, Alarms(staleness_bound=config.rollout.staleness), config.trainer.steps
+    )

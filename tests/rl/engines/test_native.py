@@ -213,6 +213,7 @@ async def test_close_ends_running_and_waiting_requests_and_the_thread():
         await engine.generate(request())
     with pytest.raises(EngineClosedError):
         await engine.pause()
+    await engine.release("s0")
 
 
 async def test_close_also_ends_an_engine_that_is_paused_or_was_never_used():
@@ -237,6 +238,8 @@ async def test_an_error_in_the_loop_reaches_everyone_who_waits_and_later_calls()
         assert "device lost" in str(result) and isinstance(result.__cause__, RuntimeError)
     with pytest.raises(EngineClosedError, match="device lost"):
         await engine.generate(request())
+    with pytest.raises(EngineClosedError, match="device lost"):
+        await engine.release("s0")
     await engine.close()
     assert engine_threads() == []
 
