@@ -1,1 +1,1 @@
-"""From a command line to a run: the `temper` command, configuration, run folders, and checks of the machine."""
+"""From a command line to a run: the `temper` command, configuration, run folders, a check-up."""

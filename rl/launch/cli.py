@@ -51,7 +51,7 @@ def parser() -> Parser:
     """Returns the parser of the whole command."""
     top = Parser(
         prog="temper",
-        description="Post-trains agentic language models: imitation, then reinforcement with tools in sandboxes.",
+        description="Post-trains agentic language models: imitate, then reinforce with tools in sandboxes.",
         epilog=_WELCOME,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,7 +1,7 @@
 """From command-line overrides to a validated `RunConfig`, with every problem reported at once.
 
-Hydra composes the groups; unknown keys are refused here, whether they were written with `+` or without, and the
-nearest valid key is named. Nothing a user types is silently ignored.
+Hydra composes the groups; unknown keys are refused here, whether they were written with `+` or without, and
+the nearest valid key is named. Nothing a user types is silently ignored.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def config_groups() -> dict[str, list[str]]:
 
 
 def unknown_keys(tree: Mapping[str, Any], model: Any, path: str = "") -> Iterator[str]:
-    """Yields the full path of each key of `tree` that `model` does not have (the leaves of unknown sections)."""
+    """Yields the full path of each key of `tree` that `model` does not have (leaves only)."""
     names = section_fields(model)
     for key, value in tree.items():
         here = f"{path}{key}"

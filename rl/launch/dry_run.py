@@ -35,9 +35,13 @@ def arithmetic(config: RunConfig) -> Iterator[str]:
     )
     yield f"efforts: {levels} ({', '.join(map(str, config.effort.levels))}), one for each group in turn"
     evaluation = config.eval.tasks * (1 + config.eval.samples)
-    yield f"evaluation: {config.eval.tasks} tasks, once greedy and {config.eval.samples} times sampled = {evaluation} samples, twice"
+    yield (
+        f"evaluation: {config.eval.tasks} tasks, once greedy and {config.eval.samples} times sampled = "
+        f"{evaluation} samples, twice"
+    )
     at_most = (config.rollout.staleness + 1) * samples
-    yield f"in flight: at most {min(config.rollout.max_in_flight, at_most)} samples, {config.rollout.staleness} steps old at most"
+    in_flight = min(config.rollout.max_in_flight, at_most)
+    yield f"in flight: at most {in_flight} samples, {config.rollout.staleness} steps old at most"
 
 
 def _processes(config: RunConfig) -> Iterator[str]:
@@ -47,7 +51,10 @@ def _processes(config: RunConfig) -> Iterator[str]:
         if launcher.address
         else "a private Ray cluster on this machine"
     )
-    yield f"processes: driver, learner ({launcher.trainer_threads} threads) and generator ({launcher.generator_threads} threads) on {where}"
+    yield (
+        f"processes: driver, learner ({launcher.trainer_threads} threads) and generator "
+        f"({launcher.generator_threads} threads) on {where}"
+    )
     yield f"sandboxes: {config.sandbox.backend}, {config.rollout.pool_size} pooled for stateless tools"
 
 

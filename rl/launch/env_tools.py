@@ -78,7 +78,7 @@ def transcript(task: Task, trajectory: Trajectory) -> list[str]:
 
 
 def read_turn(env: Environment, line: str, number: int) -> Message:
-    """Turns a typed line into a turn: `/tool text` or `/tool {"argument": ...}` calls a tool, else it answers.
+    """Turns a typed line into a turn: `/tool text` or `/tool {"argument": ...}` calls, else it answers.
 
     Raises:
         ValueError: There is no such tool, or its arguments cannot be read.

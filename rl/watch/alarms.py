@@ -1,6 +1,6 @@
 """Alarms: what a person would look for in the curves, checked at every step.
 
-An alarm speaks once when it starts and once when it ends. The rules look at the numbers that are logged anyway.
+An alarm speaks once when it starts and once when it ends. The rules look only at logged numbers.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Alarms:
         seen = list(self._remember("mismatch", value, 50))
         usual = statistics.median(seen[:-1]) if len(seen) > 5 else math.inf
         risen = usual > 1e-4 and value > self.limits.mismatch_rise * usual
-        text = f"trainer and sampler differ by {value:.2g} a token (usually {usual:.2g}); are their weights equal?"
+        text = f"trainer and sampler differ by {value:.2g} a token (usually {usual:.2g}); equal weights?"
         return self._set("mismatch", value > self.limits.mismatch or risen, text)
 
     def _grad_norm(self, metrics: Mapping[str, float]) -> list[str]:

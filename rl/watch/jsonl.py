@@ -1,7 +1,7 @@
 """metrics.jsonl: the source of truth about a run's numbers, whatever else they are sent to.
 
-One row holds one family at one step. After a kill the torn last row is cut off; when a resumed run repeats a step,
-the later row counts.
+One row holds one family at one step. After a kill the torn last row is cut off; when a resumed run repeats a
+step, the later row counts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Names of metrics, and the figures of one training batch.
 
-A name is `family/scope/metric.stat` (`rollout/all/reward.mean`, `train/kl.mismatch`). Each family has its own step
-axis, so that a late evaluation or a resumed run never collides with another family's steps.
+A name is `family/scope/metric.stat` (`rollout/all/reward.mean`, `train/kl.mismatch`). Each family has its own
+step axis, so that a late evaluation or a resumed run never collides with another family's steps.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def split_families(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
 def batch_metrics(batch: TrainingBatch) -> dict[str, float]:
     """Returns the `rollout/all/` figures of a batch, and `rollout/effort.<b>/` ones when efforts differ.
 
-    Means are over the trajectories that have a score; `n` and `n_valid` are their denominators. `idle` figures
-    and rates come from elsewhere.
+    Means are over the trajectories that have a score; `n` and `n_valid` are their denominators. Idle
+    shares and rates come from elsewhere.
     """
     everyone = [t for group in batch.groups for t in group.trajectories]
     metrics = _prefixed("rollout/all/", {**_figures(everyone), **_group_figures(batch.groups)})

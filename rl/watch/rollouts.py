@@ -1,7 +1,7 @@
 """The samples of a run on disk: one JSONL file a training step, one line a trajectory, and the failed ones.
 
-A line has the task, the tokens with their log-probabilities and versions, the verdict, and `min_version`: tokens
-of older versions, prompts and observations carried no loss.
+A line has the task, the tokens with their log-probabilities and versions, the verdict, and `min_version`:
+tokens of older versions, prompts and observations carried no loss.
 """
 
 from __future__ import annotations

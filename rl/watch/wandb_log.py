@@ -1,7 +1,7 @@
-"""Weights & Biases: the same numbers as metrics.jsonl, each family on its own axis, and never a reason to stop.
+"""Weights & Biases: the numbers of metrics.jsonl, each family on its own axis, and never a reason to stop.
 
-Without a key the run is written to disk (`wandb sync` uploads it later). Whatever fails here is told once; the
-training goes on without it.
+Without a key the run is written to disk (`wandb sync` uploads it later). Whatever fails here is told once;
+the training goes on without it.
 """
 
 from __future__ import annotations
