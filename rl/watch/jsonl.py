@@ -78,7 +78,10 @@ def _rows(path: Path) -> Iterator[Row]:
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
         if line.endswith("\n"):
             data: dict[str, Any] = json.loads(line)
-            metrics = {name: _SPECIAL.get(value, value) for name, value in data["metrics"].items()}
+            metrics = {
+                name: _SPECIAL[value] if value in _SPECIAL else value
+                for name, value in data["metrics"].items()
+            }
             yield Row(data["family"], data["step"], data["time"], metrics)
 
 
