@@ -110,6 +110,10 @@ def open_run(config: RunConfig) -> RunFolder:
             f"run {name!r} is being driven by process {record.pid}; wait for it, stop it "
             f"(kill {record.pid}), or choose another run.name"
         )
+    if record is None and path.exists() and any(path.iterdir()):
+        raise RunFolderError(
+            f"{path} exists and is not a run of this program; choose another run.name or move it away"
+        )
     if path.exists() and not (config.run.resume or config.run.clean):
         raise RunFolderError(
             f"run {name!r} exists in {path.parent} ({describe(path)}); continue it with run.resume=true, "
