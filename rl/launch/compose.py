@@ -113,7 +113,7 @@ def _known_part(tree: Mapping[str, Any], model: Any) -> dict[str, Any]:
 
 
 def _with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Fills each section with its own defaults, so that giving one inner key keeps the others of the section."""
+    """Fills each section with its own defaults, so that one given key leaves the others as they were."""
     filled = dict(tree)
     for name, info in RunConfig.model_fields.items():
         if info.default_factory is not None:

@@ -15,10 +15,10 @@ from rl.launch.run import as_plain
 _HEAD = """\
 # Configuration
 
-A setting is `section.key=value`; a preset of a section is chosen by `section=name`, and `experiment=name` chooses many
-at once. Later settings win. A key that does not exist is refused, also with `+`, and the nearest one is named;
-`temper train experiment=calc --print-config` prints all values of an experiment. `resume`, `clean`, `name` and `seed`
-may be written without `run.`.
+A setting is `section.key=value`; a preset of a section is chosen by `section=name`, and `experiment=name`
+chooses many at once. A key that does not exist is refused, also with `+`, and the nearest one is named;
+`temper train experiment=calc --print-config` prints all values of an experiment. `resume`, `clean`, `name`
+and `seed` may be written without `run.`.
 """
 
 

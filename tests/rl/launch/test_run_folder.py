@@ -61,7 +61,7 @@ def test_resume_goes_on_and_clean_starts_anew(tmp_path: Path):
 
 def test_nothing_to_resume_says_what_there_is(tmp_path: Path):
     open_run(config(tmp_path)).close(RunState.FINISHED)
-    with pytest.raises(RunFolderError, match="no run 'other'.*runs there: mine"):
+    with pytest.raises(RunFolderError, match=r"no run 'other'.*runs there: mine"):
         open_run(load_config(["experiment=calc", f"run.root={tmp_path}", "run.name=other", "resume=true"]))
 
 
@@ -109,5 +109,5 @@ def test_resuming_takes_up_the_runs_own_settings_and_new_ones_win(tmp_path: Path
     more = load_config(with_stored_overrides([*again, "trainer.steps=9"]))
     assert check_changes(more) == ["changed since the last attempt: trainer.steps: 5 before, 9 now"]
     wrong = load_config(with_stored_overrides([*again, "algorithm.group_size=4"]))
-    with pytest.raises(ResumeError, match="algorithm.group_size: 8 before, 4 now"):
+    with pytest.raises(ResumeError, match=r"algorithm\.group_size: 8 before, 4 now"):
         check_changes(wrong)

@@ -187,6 +187,7 @@ async def test_a_server_that_refuses_costs_nothing_but_a_note(tmp_path: Path):
     assert len(read_rows(tmp_path / "metrics.jsonl")) == len(ROWS)
 
 
+@pytest.mark.slow
 def test_no_server_at_all_costs_nothing_but_a_note(tmp_path: Path):
     text = write(tmp_path, "auto", WANDB_BASE_URL="http://127.0.0.1:9", WANDB_API_KEY="k" * 40)
     assert "mode offline" in text
