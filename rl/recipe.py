@@ -52,6 +52,10 @@ class StagedLearner(Learner, Protocol):
 class StagedGenerator(Generator, Protocol):
     """A generator that can also recover the samples of a killed run from its token log."""
 
+    async def interrupt(self) -> list[Trajectory]:
+        """Stops all samples at a token boundary and returns those that had finished."""
+        ...
+
     async def recover(self, version: int) -> Recovered:
         """Returns what the token log of a killed run holds."""
         ...
@@ -95,6 +99,7 @@ class Recipe:
             controller.extra_state = self._state()
             await controller.checkpoint()
         await controller.run()
+        controller.receive(await self.generator.interrupt())
         await self._measure("after", version=controller.version)
         return Outcome(self._results("before"), self._results("after"), controller.version)
 
