@@ -75,8 +75,11 @@ def test_sort_asks_for_sorted_letters_and_shows_some_wrong_answers():
     assert 0.25 < wrong / len(shown) < 0.35
 
 
+PROBE = envs.load("probe")
+
+
 async def ask(task, number):
-    return await envs.load("probe").call_tool(ToolCall("ask", {"question": "?"}, number=number), task, None)
+    return await PROBE.call_tool(ToolCall("ask", {"question": "?"}, number=number), task, None)
 
 
 async def test_a_reading_is_right_seven_times_in_ten_and_depends_on_task_and_number_only():
