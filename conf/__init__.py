@@ -1,1 +1,1 @@
-"""TODO package docstring."""
+"""The Hydra configuration groups: every preset of a run is a file here."""

@@ -1,1 +1,1 @@
-"""TODO package docstring."""
+"""What a sequence leaves behind for its next token: window ring, compressed keys, open groups, last token ids."""

@@ -1,1 +1,1 @@
-"""TODO package docstring."""
+"""The parts of one block: attention, mixture of experts, hyper-connections and the n-gram memory."""

@@ -1,1 +1,1 @@
-"""TODO package docstring."""
+"""Inference engines as a rollout sees them: `base.Engine` is the interface, `native.NativeEngine` is ours."""

@@ -1,0 +1,144 @@
+"""Policies on disk, in the published layout: `config.json` and safetensors shards under the published names.
+
+Loading streams: one published tensor at a time is read, decoded and copied to its place.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from model.checkpoint_files import (
+    CheckpointError,
+    DamagedFile,
+    MissingTensor,
+    ShardReader,
+    ShardWriter,
+    UnexpectedTensor,
+    WrongShape,
+    check_fit,
+)
+from model.checkpoint_names import Piece, Storage, pieces, scale_name, storage
+from model.config import PolicyConfig
+from model.policy import Policy
+from model.quant.blocks import WIDE_BLOCK
+from model.quant.weights import decode_fp4, decode_fp8, encode_fp4, encode_fp8
+
+__all__ = [
+    "CheckpointError",
+    "DamagedFile",
+    "MissingTensor",
+    "UnexpectedTensor",
+    "WrongShape",
+    "load_policy",
+    "load_weights",
+    "save_policy",
+]
+
+CONFIG = "config.json"
+_SHARD_BYTES = 4 << 30
+_UNUSED = ("image_pad",)
+"""Published tensors that nothing reads."""
+
+
+def save_policy(policy: Policy, folder: Path | str, *, shard_bytes: int = _SHARD_BYTES) -> None:
+    """Write `policy` to `folder` (made if need be), in the storage formats its configuration names."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = ShardWriter(folder, shard_bytes)
+    for own, tensor in policy.state_dict().items():
+        for published, part in _published_parts(own, tensor, policy.config):
+            for name, stored in _encode(published, part, policy.config):
+                writer.add(name, stored)
+    writer.finish()
+    (folder / CONFIG).write_text(json.dumps(policy.config.to_published(), indent=1))
+
+
+def load_policy(folder: Path | str) -> Policy:
+    """Read a policy that `save_policy` or the publisher wrote.
+
+    Raises:
+        CheckpointError: a tensor is missing, unexpected, of the wrong shape, or a file is damaged.
+        ValueError: the configuration is incomplete or unsupported.
+    """
+    folder = Path(folder)
+    config_file = folder / CONFIG
+    if not config_file.exists():
+        raise CheckpointError(f"{folder} has no {CONFIG}: it is not a checkpoint folder")
+    policy = Policy(PolicyConfig.from_published(json.loads(config_file.read_text())))
+    reader = ShardReader.of_folder(folder)
+    used = load_weights(policy, reader)
+    unexpected = sorted(reader.names - used - set(_UNUSED))
+    if unexpected:
+        raise UnexpectedTensor(
+            f"{folder} holds {len(unexpected)} tensors its configuration has no place for, first {unexpected[0]!r}: "
+            f"{CONFIG} belongs to another model"
+        )
+    return policy
+
+
+@torch.no_grad()
+def load_weights(policy: Policy, reader: ShardReader) -> set[str]:
+    """Copy every tensor of `policy` from `reader`; returns the names that were used."""
+    used: set[str] = set()
+    for own, tensor in policy.state_dict().items():
+        for piece in pieces(own, policy.config):
+            names, value = _read(piece, reader, policy.config)
+            target = tensor[piece.index] if piece.index else tensor
+            check_fit(piece.published, value, target.shape)
+            target.copy_(value)
+            used |= names
+    return used
+
+
+def _tile(config: PolicyConfig) -> tuple[int, int]:
+    return (WIDE_BLOCK, WIDE_BLOCK) if config.quantization is None else config.quantization.weight_block_size
+
+
+_DECODERS: dict[Storage, Callable[[Tensor, Tensor, PolicyConfig], Tensor]] = {
+    Storage.FP8_TILES: lambda weight, scale, config: decode_fp8(weight, scale, _tile(config)),
+    Storage.FP8_ROWS: lambda weight, scale, config: decode_fp8(weight, scale, (1, WIDE_BLOCK)),
+    Storage.FP4_ROWS: lambda weight, scale, config: decode_fp4(weight, scale),
+}
+_STORED_TYPES = {
+    Storage.FP8_TILES: (torch.float8_e4m3fn,),
+    Storage.FP8_ROWS: (torch.float8_e4m3fn,),
+    Storage.FP4_ROWS: (torch.uint8, torch.int8),
+}
+
+
+def _read(piece: Piece, reader: ShardReader, config: PolicyConfig) -> tuple[set[str], Tensor]:
+    value, names = reader.read(piece.published), {piece.published}
+    kind = storage(piece.published, config)
+    if kind is not Storage.PLAIN:
+        if value.dtype not in _STORED_TYPES[kind]:
+            raise WrongShape(f"tensor {piece.published!r} is {value.dtype}, the configuration asks for {kind}")
+        scale = scale_name(piece.published)
+        value = _DECODERS[kind](value, reader.read(scale), config)
+        names.add(scale)
+    return names, value[piece.within] if piece.within else value
+
+
+def _published_parts(own: str, tensor: Tensor, config: PolicyConfig) -> list[tuple[str, Tensor]]:
+    """Published names and values of the policy's tensor `own`; split published tensors are put together."""
+    parts: dict[str, list[Tensor]] = {}
+    joins: dict[str, int] = {}
+    for piece in pieces(own, config):
+        parts.setdefault(piece.published, []).append(tensor[piece.index] if piece.index else tensor)
+        joins[piece.published] = max(len(piece.within) - 1, 0)
+    return [(name, torch.cat(own_parts, dim=joins[name])) for name, own_parts in parts.items()]
+
+
+def _encode(published: str, value: Tensor, config: PolicyConfig) -> list[tuple[str, Tensor]]:
+    kind = storage(published, config)
+    if kind is Storage.PLAIN:
+        return [(published, value)]
+    if kind is Storage.FP4_ROWS:
+        weight, scale = encode_fp4(value)
+    else:
+        weight, scale = encode_fp8(value, (1, WIDE_BLOCK) if kind is Storage.FP8_ROWS else _tile(config))
+    return [(published, weight), (scale_name(published), scale)]

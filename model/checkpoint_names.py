@@ -1,0 +1,83 @@
+"""Between a policy's own tensors and the published ones: where each expert's rows lie in the stacks.
+
+The policy stacks experts and keeps hyper-connection parameters in a module; the published layout has one tensor an
+expert and matrix, and flat names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from model.config import PolicyConfig
+
+_HYPER = re.compile(r"^(.*\.)(hc_attn|hc_ffn)\.(fn|base|scale)$")
+_STACK = re.compile(r"^(.*\.ffn)\.(w13|w2)$")
+_FP8 = re.compile(
+    r"(\.attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)|\.shared_experts\.w[123]|\.engram\.wkv|\.main_proj)\.weight$"
+)
+_FP4 = re.compile(r"\.experts\.\d+\.w[123]\.weight$")
+_TABLE = re.compile(r"\.engram\.embed\.weight$")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a published tensor that is a part of a tensor of the policy."""
+
+    published: str
+    index: tuple[int | slice, ...]
+    """Within the policy's tensor; () for all of it."""
+    within: tuple[slice, ...]
+    """Within the published tensor; () for all of it."""
+
+
+def pieces(own: str, config: PolicyConfig) -> Iterator[Piece]:
+    """What the policy's tensor `own` is made of."""
+    hyper, stack = _HYPER.match(own), _STACK.match(own)
+    if hyper:
+        yield Piece(f"{hyper[1]}{hyper[2]}_{hyper[3]}", (), ())
+    elif stack:
+        experts = config.dspark_n_routed_experts if own.startswith("mtp.") else config.n_routed_experts
+        yield from _expert_pieces(stack[1], stack[2], experts, config)
+    else:
+        yield Piece(own, (), ())
+
+
+def _expert_pieces(prefix: str, kind: str, experts: int, config: PolicyConfig) -> Iterator[Piece]:
+    width = config.moe_intermediate_size
+    rows = [("w1", slice(0, width)), ("w3", slice(width, 2 * width))] if kind == "w13" else [("w2", slice(None))]
+    for matrix, part in rows:
+        for expert in range(experts):
+            yield Piece(f"{prefix}.experts.{expert}.{matrix}.weight", (expert, part), ())
+        for shared in range(config.n_shared_experts):
+            # One published matrix holds all shared experts, side by side along their hidden width.
+            span = slice(shared * width, (shared + 1) * width)
+            within = () if config.n_shared_experts == 1 else (slice(None), span) if matrix == "w2" else (span,)
+            yield Piece(f"{prefix}.shared_experts.{matrix}.weight", (experts + shared, part), within)
+
+
+class Storage(StrEnum):
+    """How a published tensor is stored."""
+
+    PLAIN = "plain"
+    FP8_TILES = "fp8 tiles"
+    FP8_ROWS = "fp8 rows"
+    FP4_ROWS = "fp4 rows"
+
+
+def storage(published: str, config: PolicyConfig) -> Storage:
+    """How `published` is stored in a checkpoint of `config`."""
+    if _TABLE.search(published):
+        return Storage.FP8_ROWS if config.dtype == "bfloat16" else Storage.PLAIN
+    if config.quantization is None:
+        return Storage.PLAIN
+    if _FP4.search(published):
+        return Storage.FP4_ROWS if config.quantization.expert_dtype == "fp4" else Storage.FP8_TILES
+    return Storage.FP8_TILES if _FP8.search(published) else Storage.PLAIN
+
+
+def scale_name(published: str) -> str:
+    """Name of the scales that belong to a quantised `published` tensor."""
+    return published.removesuffix("weight") + "scale"

@@ -1,0 +1,86 @@
+"""One block: an attention site and an expert site around the residual streams."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from model.batch import Batch
+from model.config import PolicyConfig
+from model.layers.attention import Attention, Globals, RunOptions
+from model.layers.engram import Engram
+from model.layers.hyper_connections import HyperConnection, collapse, mix
+from model.layers.moe import MixtureOfExperts, Routing
+from model.layers.norm import RMSNorm
+
+if TYPE_CHECKING:
+    from model.cache.policy_cache import PolicyCache
+
+
+class Block(nn.Module):
+    """Layer `layer` of the policy."""
+
+    def __init__(self, config: PolicyConfig, layer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = layer
+        self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.hc_attn = HyperConnection(config)
+        self.hc_ffn = HyperConnection(config)
+        self.attn = Attention(config, layer, dtype)
+        self.ffn = MixtureOfExperts(config, config.n_routed_experts, config.num_experts_per_tok, dtype)
+        if layer in config.engram_layer_ids:
+            self.engram_column = config.engram_layer_ids.index(layer)
+            self.engram = Engram(config, config.engram_num_embeddings[self.engram_column], dtype)
+        else:
+            self.engram = None
+
+    def inject(self, streams: Tensor, batch: Batch, rows: Tensor | None) -> Tensor:
+        """Streams [T, n, d] with this layer's n-gram memory added; `rows` [T, layers, columns] are table rows."""
+        if self.engram is None or rows is None:
+            return streams
+        text = None if batch.image is None else ~batch.image
+        streams = self.engram(streams, rows[:, self.engram_column], text)
+        batch.record(f"layers.{self.layer}.engram_out", streams)
+        return streams
+
+    def forward(
+        self,
+        streams: Tensor,
+        weights: Tensor,
+        batch: Batch,
+        shared: list[Globals],
+        cache: PolicyCache | None,
+        options: RunOptions,
+    ) -> tuple[Tensor, Tensor, list[Globals], Routing]:
+        """One block, after `inject`.
+
+        Args:
+            streams: [T, n, d].
+            weights: A [T, n] of the previous site.
+            batch: the tokens' layout.
+            shared: what earlier layers handed on, one a group of rows.
+            cache: to read from and append to; None in training.
+            options: of this pass.
+
+        Returns:
+            Streams and A for the next block, what is handed on, and where the tokens were routed.
+        """
+        name = f"layers.{self.layer}."
+        next_weights, write, carry = self.hc_attn(streams)
+        update, shared = self.attn(self.attn_norm(collapse(weights, streams)), batch, shared, cache, options)
+        batch.record(name + "attn_out", update)
+        streams = mix(carry, streams, write, update)
+        weights, write, carry = self.hc_ffn(streams)
+        update, routing = self.ffn(self.ffn_norm(collapse(next_weights, streams)), batch.image)
+        batch.record(name + "ffn_out", update)
+        streams = mix(carry, streams, write, update)
+        if batch.trace is not None:
+            batch.record(name + "streams", streams)
+            batch.record(name + "next_A", weights)
+            batch.record(name + "router_ids", routing.expert_ids)
+            batch.record(name + "router_weights", routing.weights)
+            batch.record(name + "router_scores", routing.affinity + self.ffn.gate.bias_of(batch.image))
+        return streams, weights, shared, routing

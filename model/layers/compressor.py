@@ -1,0 +1,57 @@
+"""From the input of a layer to its main keys: a group of m tokens becomes one latent.
+
+With m = 1 the latent is a projection of the token. With m > 1 each channel of the group is a softmax-weighted mean,
+computed in float32; a group still open at the end of a cached sequence waits in the cache.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from model.config import PolicyConfig
+from model.layers.linear import Linear
+from model.layers.norm import RMSNorm
+from model.rows import GroupPlan, Rows
+
+
+class Compressor(nn.Module):
+    """The latents of one KV source layer."""
+
+    def __init__(self, config: PolicyConfig, ratio: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.ratio = ratio
+        self.wkv = Linear(config.hidden_size, config.head_dim, dtype)
+        if ratio > 1:
+            self.wgate = Linear(config.hidden_size, config.head_dim, dtype)
+        self.norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype)
+
+    def project(self, x: Tensor) -> Tensor:
+        """Per token [T, d]: the latent [T, c] (ratio 1), or values and gates [T, 2 c] in float32."""
+        if self.ratio == 1:
+            return self.norm(self.wkv(x))
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.linear(x.to(wide), torch.cat([self.wkv.weight, self.wgate.weight]).to(wide))
+
+    def pool(self, projected: Tensor, rows: Rows, plan: GroupPlan, pending: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Latents [B, G, c] of the groups of `plan`; `pending` [slots, m, 2 c] is read and then updated in place."""
+        if self.ratio == 1:
+            return rows.pad(projected)
+        return self.norm(self._mean(self._aligned(projected, rows, plan, pending)).to(dtype))
+
+    def _aligned(self, projected: Tensor, rows: Rows, plan: GroupPlan, pending: Tensor | None) -> Tensor:
+        if plan.source is None:
+            return projected.view(rows.count, -1, self.ratio, projected.shape[-1])
+        if rows.target is not None:
+            assert pending is not None and plan.pending is not None
+            slots = rows.target.slots
+            projected = torch.cat([pending.index_select(0, slots).flatten(0, 1), projected])
+            waiting = projected.index_select(0, plan.pending).unflatten(0, (-1, self.ratio))
+            pending.index_copy_(0, slots, waiting)
+        aligned = projected.index_select(0, plan.source.flatten())
+        return aligned.view(rows.count, -1, self.ratio, projected.shape[-1])
+
+    def _mean(self, aligned: Tensor) -> Tensor:
+        values, gates = aligned.chunk(2, dim=-1)
+        return (values * gates.softmax(dim=2)).sum(dim=2)

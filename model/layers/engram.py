@@ -1,0 +1,52 @@
+"""Engram: a memory of n-grams, looked up by hash and gated into each residual stream."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from model.config import PolicyConfig
+from model.layers.linear import Linear
+from model.layers.norm import inverse_rms
+
+_SMALLEST_DOT = 1e-6
+
+
+class Engram(nn.Module):
+    """One layer's table and its projection to a key per stream and a shared value."""
+
+    def __init__(self, config: PolicyConfig, rows: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        d, n = config.hidden_size, config.hc_mult
+        columns = (config.engram_max_ngram_size - 1) * config.engram_n_heads
+        self.streams, self.width, self.eps = n, d, config.rms_norm_eps
+        self.embed = nn.Module()
+        self.embed.weight = nn.Parameter(torch.empty(rows, config.engram_head_dim, dtype=dtype))
+        self.wkv = Linear(columns * config.engram_head_dim, (n + 1) * d, dtype, config.quantization is not None)
+        self.q_weight = nn.Parameter(torch.ones(n, d, dtype=dtype))
+        self.k_weight = nn.Parameter(torch.ones(n, d, dtype=dtype))
+
+    def forward(self, streams: Tensor, rows: Tensor, text: Tensor | None) -> Tensor:
+        """Streams [T, n, d] with the memory of table `rows` [T, columns] added.
+
+        `text` [T] bool is false on image tokens, which take nothing; None stands for text only.
+        """
+        table: Tensor = self.embed.weight  # pyright: ignore[reportAssignmentType]
+        projected = self.wkv(F.embedding(rows, table).flatten(1))
+        keys, value = projected.split([self.streams * self.width, self.width], dim=-1)
+        gate = self._gate(streams, keys.unflatten(-1, (self.streams, self.width)))
+        if text is not None:
+            gate = gate * text.unsqueeze(-1)
+        return torch.addcmul(_wide(streams), gate.unsqueeze(-1), _wide(value).unsqueeze(-2)).to(streams.dtype)
+
+    def _gate(self, streams: Tensor, keys: Tensor) -> Tensor:
+        streams, keys = _wide(streams), _wide(keys)
+        weight = _wide(self.q_weight) * _wide(self.k_weight)
+        scale = inverse_rms(streams, self.eps) * inverse_rms(keys, self.eps)
+        dot = (streams * keys * weight).sum(-1) * (scale.squeeze(-1) * self.width**-0.5)
+        return torch.sigmoid(dot.abs().clamp_min(_SMALLEST_DOT).sqrt().copysign(dot))
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype is torch.bfloat16 else x

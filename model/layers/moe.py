@@ -1,0 +1,126 @@
+"""Mixture of experts: sqrt-softplus router with a balancing bias, clipped SwiGLU experts, a shared expert.
+
+Experts are stacked: `w13` [E + shared, 2 f, d] (gate rows first) and `w2` [E + shared, d, f]; the shared experts come
+last. With few experts all of them are computed for every token and weighted by zero where not chosen, which takes
+three operations; with many, tokens are sorted by expert and only experts that got a token are visited.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from model.config import PolicyConfig
+from model.layers.linear import quantized_linear
+from model.layers.swiglu import clipped_swiglu
+from model.layers.top_k import top_k_lowest_index
+
+_DENSE_UP_TO = 8
+_LOWEST_LOGIT = -80.0
+"""sqrt(softplus) is 4e-18 there; below, its slope is 0 / 0 in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Where the tokens of one layer went."""
+
+    affinity: Tensor
+    """[T, E] sqrt(softplus(logit)), without bias."""
+    expert_ids: Tensor
+    """[T, k]."""
+    weights: Tensor
+    """[T, k], summing to the scaling factor."""
+
+
+class Router(nn.Module):
+    """Affinity of a token to each expert. The biases steer the choice only, and are moved by `update_balance`."""
+
+    def __init__(self, config: PolicyConfig, experts: int, chosen: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.chosen, self.factor, self.temperature = chosen, config.routed_scaling_factor, config.gate_temp
+        self.weight = nn.Parameter(torch.empty(experts, config.hidden_size, dtype=dtype))
+        self.register_buffer("bias", torch.zeros(experts))
+        self.register_buffer("bias_vl", torch.zeros(experts))
+        self.bias: Tensor
+        self.bias_vl: Tensor
+
+    def forward(self, x: Tensor, image: Tensor | None) -> Routing:
+        """Route tokens [T, d]; `image` [T] bool marks tokens of image spans, None stands for text only."""
+        logits = F.linear(x, self.weight) if x.dtype is self.weight.dtype is torch.float32 else self._wide_logits(x)
+        affinity = F.softplus((logits / self.temperature).clamp_min(_LOWEST_LOGIT)).sqrt()
+        expert_ids = top_k_lowest_index(affinity.detach() + self.bias_of(image), self.chosen)
+        weights = affinity.gather(1, expert_ids)
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.factor
+        return Routing(affinity, expert_ids, weights)
+
+    def bias_of(self, image: Tensor | None) -> Tensor:
+        """Bias of the choice, [E] or [T, E]."""
+        return self.bias if image is None else torch.where(image.unsqueeze(-1), self.bias_vl, self.bias)
+
+    def _wide_logits(self, x: Tensor) -> Tensor:
+        kind = torch.promote_types(x.dtype, torch.float32)
+        return F.linear(x.to(kind), self.weight.to(kind))
+
+
+class MixtureOfExperts(nn.Module):
+    """Routed experts and the shared one."""
+
+    def __init__(self, config: PolicyConfig, experts: int, chosen: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        d, f, shared = config.hidden_size, config.moe_intermediate_size, config.n_shared_experts
+        self.experts, self.shared, self.limit = experts, shared, config.swiglu_limit
+        self.quantized = config.quantization is not None
+        self.gate = Router(config, experts, chosen, dtype)
+        self.w13 = nn.Parameter(torch.empty(experts + shared, 2 * f, d, dtype=dtype))
+        self.w2 = nn.Parameter(torch.empty(experts + shared, d, f, dtype=dtype))
+
+    @property
+    def dense(self) -> bool:
+        """Whether every expert is computed for every token."""
+        return self.experts <= _DENSE_UP_TO
+
+    def forward(self, x: Tensor, image: Tensor | None = None) -> tuple[Tensor, Routing]:
+        """Tokens [T, d] to [T, d], and where they went."""
+        routing = self.gate(x, image)
+        result = self._dense(x, routing) if self.dense else self._sparse(x, routing)
+        return result.to(x.dtype), routing
+
+    def _linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return quantized_linear(x, weight) if self.quantized else F.linear(x, weight)
+
+    def _activate(self, hidden: Tensor, weights: Tensor) -> Tensor:
+        """[..., 2 f] and weights [..., 1] to [..., f]: weight * silu(min(gate, limit)) * clip(up, limit)."""
+        gate, up = (hidden.float() if hidden.dtype is torch.bfloat16 else hidden).chunk(2, dim=-1)
+        return clipped_swiglu(gate, up, weights, self.limit).to(hidden.dtype)
+
+    def _dense(self, x: Tensor, routing: Routing) -> Tensor:
+        weights = torch.zeros_like(routing.affinity).scatter(1, routing.expert_ids, routing.weights)
+        weights = F.pad(weights, (0, self.shared), value=1.0)
+        hidden = self._linear(x, self.w13.flatten(0, 1)).unflatten(-1, (self.experts + self.shared, -1))
+        active = self._activate(hidden, weights.unsqueeze(-1)).flatten(1)
+        return self._linear(active, self.w2.transpose(0, 1).reshape(self.w2.shape[1], -1))
+
+    def _sparse(self, x: Tensor, routing: Routing) -> Tensor:
+        order = routing.expert_ids.flatten().argsort(stable=True)
+        tokens = order // routing.expert_ids.shape[1]
+        weights = routing.weights.flatten()[order].unsqueeze(-1)
+        loads = routing.expert_ids.flatten().bincount(minlength=self.experts).tolist()
+        sorted_x = x[tokens]
+        parts, start = [], 0
+        for expert in (expert for expert, load in enumerate(loads) if load):
+            stop = start + loads[expert]
+            parts.append(self._expert(sorted_x[start:stop], expert, weights[start:stop]))
+            start = stop
+        wide = torch.promote_types(x.dtype, torch.float32)
+        result = torch.zeros(x.shape, dtype=wide, device=x.device)
+        result = result.index_add(0, tokens, torch.cat(parts).to(wide))
+        for expert in range(self.experts, self.experts + self.shared):
+            result = result + self._expert(x, expert, torch.ones_like(weights[:1]))
+        return result
+
+    def _expert(self, x: Tensor, expert: int, weights: Tensor) -> Tensor:
+        hidden = self._linear(x, self.w13[expert])
+        return self._linear(self._activate(hidden, weights), self.w2[expert])

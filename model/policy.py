@@ -1,0 +1,233 @@
+"""The policy: a causal encoder-decoder over packed documents, or over sequences held in a cache.
+
+One code path serves training and inference, so that the log-probabilities a sampler reports are those a trainer
+computes. The decoder half is not a separate module: its only main keys are those of its first layer, which reads
+the encoder's output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from model.balance import BALANCE_SPEED, balance_loss, expert_load, move_bias
+from model.batch import Batch, PackedTokens, Trace
+from model.cache.policy_cache import PolicyCache
+from model.config import PolicyConfig
+from model.initialization import initialize
+from model.layers.attention import Globals, RunOptions
+from model.layers.block import Block
+from model.layers.engram_hash import EngramHash, look_back
+from model.layers.hyper_connections import collapse
+from model.layers.indexer_loss import Supervision, Variant
+from model.layers.moe import Routing
+from model.layers.norm import RMSNorm
+
+__all__ = ["PackedTokens", "Policy", "PolicyAux", "PolicyOutput"]
+
+_DENSE_LIMIT = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyAux:
+    """What a forward pass says besides its output."""
+
+    expert_load: Tensor
+    """[layers, experts] tokens routed to each expert, float32."""
+    balance_loss: Tensor
+    """Scalar: sequence-level balance loss, mean over documents, summed over layers, without its coefficient."""
+    indexer_loss: Tensor | None
+    """Scalar, mean over tokens, summed over index layers, without its coefficient; None unless asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyOutput:
+    """Result of a training forward pass."""
+
+    hidden: Tensor
+    """[T, d], the head's input."""
+    aux: PolicyAux
+
+
+class Policy(nn.Module):
+    """The network. `fake_quant` rounds keys as the caches store them, with straight-through gradients."""
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fake_quant = False
+        self.dense_limit = _DENSE_LIMIT
+        dtype = getattr(torch, config.dtype)
+        self.embed = nn.Module()
+        self.embed.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype))
+        self.layers = nn.ModuleList(Block(config, layer, dtype) for layer in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.head = nn.Module()
+        self.head.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype))
+        self.engram_hash = EngramHash(config) if config.engram_layer_ids else None
+        token_map = config.engram_token_map
+        self.register_buffer("token_map", None if token_map is None else torch.tensor(token_map), persistent=False)
+        self.token_map: Tensor | None
+        if not self.embed.weight.is_meta:
+            self.reset_parameters(0)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.norm.weight.device
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The layers in order."""
+        return list(self.layers)  # pyright: ignore[reportReturnType]
+
+    def reset_parameters(self, seed: int) -> None:
+        """Fill all weights from `seed`."""
+        initialize(self, seed)
+
+    def forward(
+        self,
+        tokens: PackedTokens,
+        *,
+        indexer_loss: bool | Variant = False,
+        trace: Trace | None = None,
+    ) -> PolicyOutput:
+        """Run documents for training; nothing is seen across a document's start.
+
+        Args:
+            tokens: the documents.
+            indexer_loss: also compute the indexers' training loss, over each token's own selection (True or
+                "sparse") or over everything selectable ("dense").
+            trace: where to keep intermediate results.
+        """
+        batch = Batch.of_documents(tokens, self.config.sliding_window, trace)
+        supervision = None
+        if indexer_loss:
+            supervision = Supervision("sparse" if indexer_loss is True else indexer_loss)
+        options = RunOptions(self.fake_quant, self.dense_limit, supervision)
+        rows = self._document_engram(tokens.token_ids, batch)
+        streams, weights, routings = self._run(tokens.token_ids, batch, rows, None, options)
+        hidden = self.norm(collapse(weights, streams))
+        aux = PolicyAux(
+            expert_load=expert_load(routings, self.config.n_routed_experts),
+            balance_loss=balance_loss(routings, tokens.cu_seqlens),
+            indexer_loss=None if supervision is None else supervision.total(),
+        )
+        return PolicyOutput(hidden, aux)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., d] to float32 [..., V]."""
+        weight: Tensor = self.head.weight  # pyright: ignore[reportAssignmentType]
+        if hidden.dtype is torch.bfloat16:
+            return F.linear(hidden.float(), weight.float())
+        return F.linear(hidden, weight)
+
+    def new_cache(self, max_sequences: int, max_tokens: int) -> PolicyCache:
+        """An empty cache for `max_sequences` sequences of up to `max_tokens` tokens each."""
+        cache = PolicyCache(self.config, max_sequences, max_tokens, self.norm.weight.dtype, self.device)
+        if self.config.engram_layer_ids:
+            cache.blank_tail = int(self._pad_id())
+        return cache
+
+    def extend(
+        self, cache: PolicyCache, slots: Tensor, token_ids: Tensor, lengths: Tensor, *, trace: Trace | None = None
+    ) -> Tensor:
+        """Append tokens to cached sequences: a prefill, a tool's answer or one decoded token each.
+
+        Args:
+            cache: holds the sequences.
+            slots: [B] int64, each sequence once.
+            token_ids: [B, L] int64; row b counts up to `lengths[b]`.
+            lengths: [B] int64, 1 .. L.
+            trace: where to keep intermediate results.
+
+        Returns:
+            [B, d], the head's input for the last new token of each sequence.
+
+        Raises:
+            CacheFull: a sequence would outgrow its slot; nothing has been written.
+            ValueError: a slot is not allocated or appears twice, or a length is out of range.
+        """
+        slot_list, length_list = slots.tolist(), lengths.tolist()
+        if not length_list or min(length_list) < 1 or max(length_list) > token_ids.shape[1]:
+            raise ValueError(f"lengths must be 1 .. {token_ids.shape[1]} (the columns of token_ids), got {length_list}")
+        cache.check_room(slot_list, length_list)
+        batch = Batch.of_cached(cache, slots, length_list, self.config.sliding_window, trace)
+        row = batch.rows[0]
+        packed = row.unpad(token_ids[:, : row.length])
+        options = RunOptions(self.fake_quant, self.dense_limit)
+        engram_rows = self._cached_engram(packed, batch, cache, slots)
+        streams, weights, _ = self._run(packed, batch, engram_rows, cache, options)
+        cache.advance(slot_list, length_list)
+        last = row.last
+        return self.norm(collapse(weights[last], streams[last]))
+
+    def update_balance(self, load: Tensor, image_load: Tensor | None = None, speed: float = BALANCE_SPEED) -> None:
+        """Raise the router bias of experts below the mean load and lower it above; [layers, experts] each."""
+        for block, row in zip(self.blocks, load, strict=True):
+            move_bias(block.ffn.gate.bias, row, speed)
+        if image_load is not None:
+            for block, row in zip(self.blocks, image_load, strict=True):
+                move_bias(block.ffn.gate.bias_vl, row, speed)
+
+    def _run(
+        self, token_ids: Tensor, batch: Batch, rows: Tensor | None, cache: PolicyCache | None, options: RunOptions
+    ) -> tuple[Tensor, Tensor, list[Routing]]:
+        n = self.config.hc_mult
+        embedded = F.embedding(token_ids, self.embed.weight)  # pyright: ignore[reportArgumentType]
+        streams = embedded.unsqueeze(1).expand(-1, n, -1).contiguous()
+        weights = torch.zeros(token_ids.shape[0], n, device=streams.device)
+        weights[:, 0] = 1.0
+        shared = [Globals() for _ in batch.rows]
+        routings: list[Routing] = []
+        features: list[Tensor] = []
+        for block in self.blocks:
+            streams = block.inject(streams, batch, rows)
+            if batch.trace is not None and block.layer in self.config.dspark_target_layer_ids:
+                features.append(streams.float().mean(1).to(streams.dtype))
+            streams, weights, shared, routing = block(streams, weights, batch, shared, cache, options)
+            routings.append(routing)
+        if features:
+            batch.record("main_hidden", torch.cat(features, dim=-1))
+        return streams, weights, routings
+
+    def _pad_id(self) -> Tensor:
+        if self.token_map is None:
+            raise ValueError(
+                "this policy has an n-gram memory but no token map: set policy.token_map to the compressed id of "
+                "each token (the tokenizer knows it)"
+            )
+        return self.token_map[self.config.engram_pad_token_id]
+
+    def _document_engram(self, token_ids: Tensor, batch: Batch) -> Tensor | None:
+        """Table rows [T, layers, columns] of packed documents."""
+        if self.engram_hash is None:
+            return None
+        pad = self._pad_id()
+        ids = self.token_map[token_ids]  # pyright: ignore[reportOptionalSubscript]
+        distances = torch.arange(self.config.engram_max_ngram_size, device=ids.device)
+        index = torch.arange(ids.shape[0], device=ids.device)[:, None] - distances
+        history = torch.where(distances <= batch.position[:, None], ids[index.clamp_min(0)], pad)
+        return self._hashed(history, pad, batch)
+
+    def _cached_engram(self, token_ids: Tensor, batch: Batch, cache: PolicyCache, slots: Tensor) -> Tensor | None:
+        """Table rows of new tokens; the look-back reaches into the cached sequences."""
+        if self.engram_hash is None:
+            return None
+        row, pad = batch.rows[0], self._pad_id()
+        reach = self.config.engram_max_ngram_size - 1
+        ids = row.pad(self.token_map[token_ids])  # pyright: ignore[reportOptionalSubscript]
+        known = torch.cat([cache.tail[slots], ids], dim=1)
+        last = row.lengths.to(ids.device)[:, None] + torch.arange(reach, device=ids.device)
+        cache.tail[slots] = known.gather(1, last)
+        history = known.unfold(1, reach + 1, 1).flip(-1)
+        return self._hashed(row.unpad(history), pad, batch)
+
+    def _hashed(self, history: Tensor, pad: Tensor, batch: Batch) -> Tensor:
+        assert self.engram_hash is not None
+        rows = self.engram_hash(look_back(history, pad))
+        batch.record("engram_hash_ids", rows)
+        return rows

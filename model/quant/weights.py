@@ -1,0 +1,49 @@
+"""Stored weights: FP8 in tiles or rows, FP4 in rows, each with power-of-two scales as bytes.
+
+Decoding to bfloat16 is exact (both formats have fewer bits of mantissa). Encoding a decoded tensor gives the same
+values again.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from model.quant import e2m1, e4m3, ue8m0
+from model.quant.blocks import WIDE_BLOCK, index_scale, window_scale
+
+
+def _spread(scale: Tensor, shape: tuple[int, int], tile: tuple[int, int]) -> Tensor:
+    """Scales of tiles repeated to one a weight."""
+    rows = scale.repeat_interleave(tile[0], dim=0)[: shape[0]]
+    return rows.repeat_interleave(tile[1], dim=1)[:, : shape[1]]
+
+
+def decode_fp8(weight: Tensor, scale: Tensor, tile: tuple[int, int]) -> Tensor:
+    """[rows, columns] float8_e4m3fn and one scale byte a `tile` to float32."""
+    wide = _spread(ue8m0.decode(scale.view(torch.uint8)), (weight.shape[0], weight.shape[1]), tile)
+    return weight.float() * wide
+
+
+def encode_fp8(weight: Tensor, tile: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """[rows, columns] to float8_e4m3fn and scale bytes [ceil(rows / tile), ceil(columns / tile)]."""
+    rows, columns = weight.shape
+    padded = F.pad(weight.float(), (0, -columns % tile[1], 0, -rows % tile[0]))
+    tiles = padded.unflatten(0, (-1, tile[0])).unflatten(2, (-1, tile[1])).transpose(1, 2).flatten(2)
+    scale = window_scale(tiles).squeeze(-1)
+    return e4m3.encode(weight.float() / _spread(scale, (rows, columns), tile)), ue8m0.encode(scale)
+
+
+def decode_fp4(packed: Tensor, scale: Tensor) -> Tensor:
+    """[rows, columns / 2] bytes and scale bytes [rows, columns / 32] to float32 [rows, columns]."""
+    values = e2m1.decode(e2m1.unpack(packed.view(torch.uint8)))
+    return values * ue8m0.decode(scale.view(torch.uint8)).repeat_interleave(WIDE_BLOCK, dim=1)
+
+
+def encode_fp4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[rows, columns] to packed bytes [rows, columns / 2] and scale bytes [rows, columns / 32]."""
+    blocks = weight.float().unflatten(-1, (-1, WIDE_BLOCK))
+    scale = index_scale(blocks)
+    codes = e2m1.encode(e2m1.round_to_grid(blocks / scale)).flatten(-2)
+    return e2m1.pack(codes), ue8m0.encode(scale).squeeze(-1)

@@ -1,0 +1,190 @@
+"""The loop that trains, as the hops of one sample: task, dispatch, rollout, group, batch, step, publish.
+
+Sampling and training overlap: while the learner takes a step, the generator goes on with the groups that the
+staleness bound allows; synchronous training is the same code with a bound of 0. Everything that must survive
+a kill is in the token log or in a checkpoint taken between two steps, when no batch is half consumed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from envs.types import ErrorInfo, Missing, Trajectory, TrajectoryKey
+from model.engine.sampler import SamplingParams
+from rl.rollout.assignment import Assignment, Purpose
+from rl.rollout.buffer import Batch, Buffer
+from rl.rollout.dispatch import Dispatcher, Ending, SampleId
+from rl.rollout.stream import TaskStream
+from rl.watch.metrics import batch_metrics
+from rl.watch.watch import Watch
+
+_COLLECT_S = 0.25
+
+
+class Learner(Protocol):
+    """The trainer's process as the controller sees it."""
+
+    async def step(self, batch: Batch) -> dict[str, float]:
+        """Takes one optimiser step and returns its metrics."""
+        ...
+
+    async def save(self, step: int, state: Mapping[str, Any]) -> None:
+        """Writes a checkpoint of its own state and the controller's at one frontier."""
+        ...
+
+
+class Generator(Protocol):
+    """The rollout process as the controller sees it."""
+
+    async def submit(self, assignments: Sequence[Assignment]) -> None:
+        """Starts samples."""
+        ...
+
+    async def collect(self, max_wait_s: float) -> list[Trajectory]:
+        """Returns finished samples, waiting at most so long for the first."""
+        ...
+
+    async def consumed(self, keys: Sequence[TrajectoryKey]) -> None:
+        """Lets the token log forget samples that a durable checkpoint has used up."""
+        ...
+
+    async def stats(self) -> dict[str, float]:
+        """Returns counters since start."""
+        ...
+
+
+class Publisher(Protocol):
+    """Moves the learner's weights to every generator."""
+
+    async def __call__(self) -> dict[str, float]:
+        """Publishes the learner's current weights and returns metrics of the transfer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What one reinforcement stage is to do. `run_seed` seeds every draw of the run."""
+
+    steps: int
+    group_size: int
+    scaffold: str
+    sampling: SamplingParams
+    run_seed: int
+    checkpoint_every: int
+
+
+@dataclass(slots=True)
+class Controller:
+    """Drives one reinforcement stage; `run` returns when `plan.steps` optimiser steps are done."""
+
+    plan: Plan
+    learner: Learner
+    generator: Generator
+    publish: Publisher
+    dispatcher: Dispatcher
+    buffer: Buffer
+    stream: TaskStream
+    watch: Watch
+    extra_state: dict[str, Any] = field(default_factory=dict)
+    first_step: int = 0
+    _used: list[TrajectoryKey] = field(default_factory=list)
+    _errors: list[ErrorInfo] = field(default_factory=list)
+
+    @property
+    def version(self) -> int:
+        """The number of optimiser steps taken: the version of the published weights."""
+        return self.dispatcher.version
+
+    async def run(self) -> None:
+        """Samples and trains until the steps are done. An error of either side ends it."""
+        update: asyncio.Task[None] | None = None
+        try:
+            while self.version < self.plan.steps:
+                await self._dispatch()
+                self.receive(await self.generator.collect(_COLLECT_S))
+                if update is not None and update.done():
+                    update = await update
+                if update is None and (batch := self.buffer.take(self.version)) is not None:
+                    update = asyncio.create_task(self._update(batch))
+        finally:
+            if update is not None and not update.done():
+                update.cancel()
+
+    async def _dispatch(self) -> None:
+        for drop in self.buffer.take_dropped():
+            self.dispatcher.drop(drop.id, drop.reason)
+            self._used += [t.key for t in drop.group.trajectories]
+        if started := self.dispatcher.start(time.monotonic()):
+            await self.generator.submit([self.assignment(sample) for sample in started])
+
+    def assignment(self, sample: SampleId) -> Assignment:
+        """Returns what a worker is told about one sample, and announces its group to the buffer."""
+        task, effort = self.stream.draw(sample.group)
+        self.buffer.open(sample.group, task, effort, self.plan.scaffold, self.plan.group_size)
+        key = TrajectoryKey(
+            task.id, effort, self.plan.scaffold, sample.group, sample.index, sample.attempt
+        )
+        return Assignment(
+            key=key,
+            task=task,
+            environment=self.stream.env.name,
+            sampling=self.plan.sampling,
+            seed=self.plan.run_seed,
+            purpose=Purpose.TRAIN,
+        )
+
+    def receive(self, trajectories: Iterable[Trajectory]) -> None:
+        """Books finished samples: a failed one is run again under its budget, every other joins its group."""
+        for trajectory in trajectories:
+            key, failure = trajectory.key, ""
+            if trajectory.error is not None or isinstance(trajectory.score, Missing):
+                failure = _failure(trajectory)
+                self.watch.sample_failed(trajectory)
+            ending = self.dispatcher.finish(
+                SampleId(key.group, key.index, key.attempt), failure, time.monotonic()
+            )
+            if ending is Ending.FINAL:
+                self.buffer.add(trajectory)
+
+    async def _update(self, batch: Batch) -> None:
+        started = time.monotonic()
+        metrics = await self.learner.step(batch)
+        metrics |= {f"sys/{name}": value for name, value in (await self.publish()).items()}
+        self.dispatcher.trained(group.id for group in batch.groups)
+        self.dispatcher.advance(batch.version + 1)
+        self._used += [t.key for group in batch.groups for t in group.trajectories]
+        metrics["sys/step_s"] = time.monotonic() - started
+        self.watch.step(self.version, batch, metrics | batch_metrics(batch) | await self.generator.stats())
+        if self.version % self.plan.checkpoint_every == 0 or self.version == self.plan.steps:
+            await self.checkpoint()
+
+    async def checkpoint(self) -> None:
+        """Makes the current frontier durable, then lets the token log forget what lies before it."""
+        await self.learner.save(self.first_step + self.version, self.state_dict())
+        used, self._used = self._used, []
+        await self.generator.consumed(used)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns everything of the loop that a resumed run needs, as JSON values."""
+        return {
+            "dispatcher": self.dispatcher.state_dict(),
+            "buffer": self.buffer.state_dict(),
+            "extra": dict(self.extra_state),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` gave."""
+        self.dispatcher.load_state_dict(state["dispatcher"])
+        self.buffer.load_state_dict(state["buffer"])
+        self.extra_state = dict(state["extra"])
+
+
+def _failure(trajectory: Trajectory) -> str:
+    if trajectory.error is not None:
+        return f"{trajectory.error.boundary}.{trajectory.error.type}"
+    assert isinstance(trajectory.score, Missing)
+    return f"{trajectory.score.boundary}.missing"

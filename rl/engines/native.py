@@ -1,0 +1,327 @@
+"""Our own engine behind the asyncio interface: the model engine's loop runs in one thread of its own.
+
+Callers put commands into a queue and await a future. The thread takes the commands between two steps, so a
+pause, a weight swap or an abort always falls on a token boundary, and it wakes the event loop at most once a
+step. While there is nothing to do it sleeps on a condition. An error in the loop ends the engine: everyone
+who waits, and everyone who calls later, gets it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from envs.types import FinishReason
+from model.engine.engine import Engine as ModelEngine
+from model.engine.engine import Policy
+from model.engine.errors import RequestError
+from model.engine.requests import Columns, Finished, Request, StepOutput
+from rl.engines.base import Completion, EngineError, GenerateRequest, StepFrame, StepListener
+
+
+class EngineClosedError(RuntimeError):
+    """The engine was closed, or its loop died of the error that is the cause of this one."""
+
+
+@dataclass(slots=True)
+class _Waiter:
+    """Who waits for a request: where to deliver, and what the step frame says of it."""
+
+    future: asyncio.Future[Completion]
+    session: str
+    turn: int
+
+
+_Delivery = tuple["asyncio.Future[Any]", Any]
+_Command = tuple["asyncio.Future[Any]", Callable[[], None]]
+
+
+class NativeEngine:
+    """Implements `rl.engines.base.Engine` over a policy of ours.
+
+    Args:
+        policy: The network; the engine's thread alone calls it.
+        max_requests: How many requests are served at the same time.
+        max_tokens: The context of a sequence.
+        on_step: Called in the engine's thread with the tokens of each step, before anyone gets them.
+        version: The version of the policy's weights.
+        idle_sessions: How many sessions keep caches between turns (default: `max_requests`).
+        caches: What a weight swap does with the caches.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        max_requests: int,
+        max_tokens: int,
+        on_step: StepListener | None = None,
+        version: int = 0,
+        idle_sessions: int | None = None,
+        caches: Literal["keep", "recompute"] = "keep",
+    ) -> None:
+        self.version = version
+        self._engine = ModelEngine(
+            policy,
+            max_requests=max_requests,
+            max_tokens=max_tokens,
+            idle_sessions=idle_sessions,
+            version=version,
+        )
+        self._caches: Literal["keep", "recompute"] = caches
+        self._on_step = on_step
+        self._wake = threading.Condition()
+        self._commands: deque[_Command] = deque()
+        self._waiters: dict[int, _Waiter] = {}
+        self._outbox: list[_Delivery] = []
+        self._paused = False
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Samples one turn; cancelling the call aborts the turn.
+
+        Raises:
+            EngineError: The request itself is at fault; its cause is the engine's typed error.
+            EngineClosedError: The engine is closed or broken.
+        """
+        future: asyncio.Future[Completion] = self._new_future()
+        self._put(future, lambda: self._submit(request, future))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            with self._wake:
+                self._commands.append((future, lambda: self._abandon(future)))
+                self._wake.notify()
+            raise
+
+    async def release(self, session: str) -> None:
+        """Forgets a trajectory and frees its caches; a running request of it ends with `ABORT`.
+
+        An engine that was closed has forgotten everything: then there is nothing to do.
+        """
+        if self._closing and self._failure is None:
+            return
+        await self._call(lambda: self._finish(self._engine.release(session)))
+
+    async def pause(self) -> None:
+        """Stops all requests; returns when the step that is being computed is over."""
+        await self._call(lambda: self._set_paused(True))
+
+    async def resume(self) -> None:
+        """Continues after `pause`."""
+        await self._call(lambda: self._set_paused(False))
+
+    async def load_weights(self, tensors: Mapping[str, object], version: int) -> None:
+        """Swaps the weights between two tokens; running requests continue under `version`.
+
+        Raises:
+            StateError: The tensors do not fit the policy; the old weights stay.
+        """
+        await self._call(lambda: self._load(tensors, version))
+
+    async def close(self) -> None:
+        """Ends the engine and its thread; running requests end with `ABORT`. A second call does nothing."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+
+    def stats(self) -> dict[str, float]:
+        """Counters since start: steps, tokens generated and prefilled, busy seconds; requests right now."""
+        counters, scheduler = self._engine.counters, self._engine.scheduler
+        return {
+            "steps": float(counters.steps),
+            "generated_tokens": float(counters.generated_tokens),
+            "prefilled_tokens": float(counters.prefilled_tokens),
+            "busy_seconds": counters.busy_seconds,
+            "running": float(self._engine.running),
+            "waiting": float(self._engine.waiting),
+            "evictions": float(scheduler.evictions),
+            "forks": float(scheduler.forks),
+        }
+
+    # From here on to `_run`: called in the event loop.
+
+    def _new_future(self) -> asyncio.Future[Any]:
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+        if self._loop is not loop:
+            raise EngineError("an engine serves one event loop: make another engine for another loop")
+        return loop.create_future()
+
+    def _put(self, future: asyncio.Future[Any], command: Callable[[], None]) -> None:
+        with self._wake:
+            if self._closing or self._failure is not None:
+                raise _closed_error(self._failure)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+                self._thread.start()
+            self._commands.append((future, command))
+            self._wake.notify()
+
+    async def _call(self, action: Callable[[], None]) -> None:
+        """Runs an action in the engine's thread, between two steps."""
+        future = self._new_future()
+
+        def command() -> None:
+            action()
+            self._outbox.append((future, None))
+
+        self._put(future, command)
+        await future
+
+    @staticmethod
+    def _deliver(deliveries: Sequence[_Delivery]) -> None:
+        for future, result in deliveries:
+            if future.done():
+                continue
+            if isinstance(result, BaseException):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+
+    # From here on: called in the engine's thread.
+
+    def _run(self) -> None:
+        try:
+            while self._wait():
+                self._take_commands()
+                if self._engine.has_work and not self._paused:
+                    self._publish(self._engine.step())
+                self._flush()
+            self._take_commands()
+            for waiter in list(self._waiters.values()):
+                self._finish(self._engine.release(waiter.session))
+            if self._engine.has_work:
+                self._publish(self._engine.step())
+            self._flush()
+        except BaseException as error:  # whatever it is, those who wait must learn of it
+            self._fail(error)
+
+    def _wait(self) -> bool:
+        """Sleeps until there is something to do; returns False when the engine is to end."""
+        with self._wake:
+            while not (self._closing or self._commands or (self._engine.has_work and not self._paused)):
+                self._wake.wait()
+            return not self._closing
+
+    def _take_commands(self) -> None:
+        """Runs all commands; an error of one belongs to its caller alone."""
+        with self._wake:
+            commands, self._commands = self._commands, deque()
+        for future, command in commands:
+            try:
+                command()
+            except RequestError as error:
+                self._outbox.append((future, _engine_error(error)))
+            except Exception as error:
+                self._outbox.append((future, error))
+
+    def _submit(self, request: GenerateRequest, future: asyncio.Future[Completion]) -> None:
+        completed = Columns() if request.completed is None else _columns(request.completed)
+        request_id = self._engine.submit(
+            Request(request.session, request.token_ids, request.sampling, completed)
+        )
+        self._waiters[request_id] = _Waiter(future, request.session, request.turn)
+
+    def _abandon(self, future: asyncio.Future[Completion]) -> None:
+        for request_id, waiter in list(self._waiters.items()):
+            if waiter.future is future:
+                self._finish(self._engine.abort(request_id))
+
+    def _set_paused(self, paused: bool) -> None:
+        self._paused = paused
+
+    def _load(self, tensors: Mapping[str, Any], version: int) -> None:
+        self._engine.load_state(tensors, version, caches=self._caches)
+        self.version = version
+
+    def _publish(self, output: StepOutput) -> None:
+        """Hands a step's tokens to the listener, then puts the turns that ended into the outbox."""
+        if self._on_step is not None and output.token_ids.size:
+            waiters = [self._waiters[i] for i in output.request_ids.tolist()]
+            self._on_step(
+                StepFrame(
+                    [waiter.session for waiter in waiters],
+                    [waiter.turn for waiter in waiters],
+                    output.token_ids.astype(np.int32),
+                    output.logprobs.astype(np.float32),
+                    output.version,
+                )
+            )
+        for finished in output.finished:
+            self._finish(finished)
+
+    def _finish(self, finished: Finished | None) -> None:
+        if finished is None:
+            return
+        waiter = self._waiters.pop(finished.request_id)
+        result = _completion(finished) if finished.error is None else _engine_error(finished.error)
+        self._outbox.append((waiter.future, result))
+
+    def _flush(self) -> None:
+        """Wakes the event loop once for everything in the outbox. A loop that is gone ends the engine."""
+        if not self._outbox or self._loop is None:
+            return
+        deliveries, self._outbox = self._outbox, []
+        try:
+            self._loop.call_soon_threadsafe(self._deliver, deliveries)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+            with self._wake:
+                self._closing = True
+
+    def _fail(self, error: BaseException) -> None:
+        with self._wake:
+            self._failure = error
+            commands, self._commands = self._commands, deque()
+        futures = [future for future, _ in commands] + [w.future for w in self._waiters.values()]
+        self._outbox += [(future, _closed_error(error)) for future in futures]
+        self._waiters.clear()
+        self._flush()
+
+
+def _columns(completed: Completion) -> Columns:
+    return Columns(
+        np.array(completed.token_ids, np.int64),
+        np.array(completed.logprobs, np.float32),
+        np.array(completed.policy_versions, np.int32),
+    )
+
+
+def _completion(finished: Finished) -> Completion:
+    turn = finished.turn
+    return Completion(
+        tuple(turn.token_ids.tolist()),
+        tuple(turn.logprobs.tolist()),
+        tuple(turn.versions.tolist()),
+        FinishReason(str(finished.finish)),
+    )
+
+
+def _engine_error(error: RequestError) -> EngineError:
+    result = EngineError(str(error))
+    result.__cause__ = error
+    return result
+
+
+def _closed_error(failure: BaseException | None) -> EngineClosedError:
+    if failure is None:
+        return EngineClosedError("the engine is closed: make a new one")
+    error = EngineClosedError(
+        f"the engine's loop died of {type(failure).__name__}: {failure}; it serves nobody until it is remade"
+    )
+    error.__cause__ = failure
+    return error

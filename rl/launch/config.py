@@ -1,0 +1,156 @@
+"""The configuration of a run: one validated model, composed of the components' own settings.
+
+Hydra composes the groups of `conf/`; this model validates the result and knows every key. A component that has
+settings owns a frozen dataclass; the sections without a component of their own stand here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from rewards.length import LengthPenaltyConfig
+from rl.algorithms.config import AlgorithmConfig
+from rl.rollout.config import RolloutConfig
+from rl.trainers.rl import RLConfig
+from rl.trainers.sft import SFTConfig
+
+
+class Section(BaseModel):
+    """A section of the configuration: frozen, and without room for unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Run(Section):
+    """Which run this is. An empty `name` makes one; an existing one needs `resume` or `clean`."""
+
+    name: str = Field("", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$|^$")
+    root: str = "runs"
+    seed: int = Field(0, ge=0)
+    resume: bool = False
+    clean: bool = False
+
+
+class Model(Section):
+    """The policy to start from: a preset's fresh weights, or a checkpoint folder (`path`)."""
+
+    preset: str = "nano"
+    path: str = ""
+    fake_quant: bool = True
+
+
+class Env(Section):
+    """The environment by registered name or file path, its options, and its splits."""
+
+    name: str
+    options: dict[str, Any] = Field(default_factory=dict)
+    train_split: str = "train"
+    eval_split: str = "eval"
+
+
+class Scaffold(Section):
+    """How the policy is put to work."""
+
+    name: str = "tools"
+    max_turns: int | None = Field(None, ge=1)
+
+
+class SandboxSection(Section):
+    """Where tools run. `auto` prefers Docker and says which it took."""
+
+    backend: Literal["auto", "docker", "bubblewrap"] = "auto"
+    tool_timeout_s: float = Field(10.0, gt=0)
+
+
+class EngineSection(Section):
+    """The inference engine and how it samples. `max_tokens` bounds a whole sequence."""
+
+    name: Literal["native"] = "native"
+    max_requests: int = Field(128, ge=1)
+    max_tokens: int = Field(64, ge=2)
+    max_completion_tokens: int = Field(16, ge=1)
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    kv_on_update: Literal["keep", "recompute"] = "keep"
+
+
+class Effort(Section):
+    """The efforts to train at, and the length penalty (none: lengths are not rewarded)."""
+
+    levels: tuple[int, ...] = (50,)
+    length_penalty: LengthPenaltyConfig | None = None
+
+    @model_validator(mode="after")
+    def _in_range(self) -> Self:
+        if not self.levels or not all(1 <= level <= 100 for level in self.levels):
+            raise ValueError(f"levels={list(self.levels)}: give at least one effort, each from 1 to 100")
+        return self
+
+
+class Eval(Section):
+    """Evaluation: so many tasks of the evaluation split, so many samples of each when sampling."""
+
+    tasks: int = Field(200, ge=1)
+    samples: int = Field(2, ge=1)
+
+
+class Checkpoints(Section):
+    """When checkpoints are written, in optimiser steps, and how many stay. 0 switches a rule off."""
+
+    every: int = Field(20, ge=1)
+    sft_every: int = Field(0, ge=0)
+    keep: int = Field(2, ge=1)
+    keep_every: int = Field(0, ge=0)
+
+
+class LoggerSection(Section):
+    """Where numbers go beside metrics.jsonl, and how the terminal shows them."""
+
+    wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
+    project: str = "tempering"
+    console: Literal["auto", "rich", "plain"] = "auto"
+
+
+class Launcher(Section):
+    """Where the processes run. An empty `address` starts a private Ray cluster on this machine."""
+
+    address: str = ""
+    sft_threads: int = Field(2, ge=1)
+    trainer_threads: int = Field(1, ge=1)
+    generator_threads: int = Field(1, ge=1)
+    object_store_bytes: int = Field(128 << 20, ge=78_643_200)
+
+
+class RunConfig(Section):
+    """Everything a run is told."""
+
+    run: Run = Field(default_factory=Run)
+    model: Model = Field(default_factory=Model)
+    env: Env
+    scaffold: Scaffold = Field(default_factory=Scaffold)
+    sandbox: SandboxSection = Field(default_factory=SandboxSection)
+    sft: SFTConfig = Field(default_factory=SFTConfig)
+    trainer: RLConfig = Field(default_factory=RLConfig)
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    engine: EngineSection = Field(default_factory=EngineSection)
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    effort: Effort = Field(default_factory=Effort)
+    eval: Eval = Field(default_factory=Eval)
+    checkpoint: Checkpoints = Field(default_factory=Checkpoints)
+    logger: LoggerSection = Field(default_factory=LoggerSection)
+    launcher: Launcher = Field(default_factory=Launcher)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        self.rollout.check_group_size(self.algorithm.group_size)
+        if self.engine.max_completion_tokens >= self.engine.max_tokens:
+            raise ValueError(
+                f"engine.max_completion_tokens={self.engine.max_completion_tokens} leaves no room for a prompt in "
+                f"engine.max_tokens={self.engine.max_tokens}; make the second larger"
+            )
+        if self.run.resume and self.run.clean:
+            raise ValueError("run.resume and run.clean exclude each other; give one of them")
+        return self

@@ -1,0 +1,176 @@
+"""Run folders: where everything of one run lies, and who may write there.
+
+A run never lands in another's folder by accident: an existing name needs `run.resume=true` or
+`run.clean=true`, a folder whose driver still lives is refused, and one whose driver died says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import time
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from rl.launch.config import RunConfig
+
+_DRIVER = "driver.json"
+
+
+class RunState(StrEnum):
+    """How far a run got. A run that was killed still says `running`, and its driver is dead."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+    INTERRUPTED = "interrupted"
+
+
+class RunFolderError(ValueError):
+    """A run name that cannot be used now: what was found there, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class DriverRecord:
+    """Which process drives (or drove) a run, and how that ended."""
+
+    pid: int
+    created: float
+    started: float
+    state: str
+    attempt: int
+
+    @property
+    def alive(self) -> bool:
+        """Whether that very process still runs."""
+        try:
+            return abs(psutil.Process(self.pid).create_time() - self.created) < 1.0
+        except psutil.NoSuchProcess:
+            return False
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The folder of one run; `found` says what an earlier attempt left (empty for a new run)."""
+
+    path: Path
+    attempt: int
+    found: str = ""
+
+    @property
+    def name(self) -> str:
+        """The run's name, which also owns its sandboxes."""
+        return self.path.name
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints lie."""
+        return self.path / "checkpoints"
+
+    @property
+    def token_log(self) -> Path:
+        """Where the token log lies."""
+        return self.path / "token_log"
+
+    @property
+    def logs(self) -> Path:
+        """Where the processes of this attempt write their logs."""
+        return self.path / "logs" / f"attempt-{self.attempt}"
+
+    def close(self, state: RunState) -> None:
+        """Records how this attempt ended."""
+        record = read_driver(self.path)
+        assert record is not None
+        _write_driver(self.path, record, state)
+
+    def write_config(self, overrides: list[str], config: RunConfig) -> None:
+        """Writes what was typed (`overrides.yaml`) and what it resolved to (`resolved.yaml`)."""
+        write_atomically(self.path / "overrides.yaml", yaml.safe_dump(overrides))
+        write_atomically(self.path / "resolved.yaml", yaml.safe_dump(as_plain(config), sort_keys=False))
+
+
+def open_run(config: RunConfig) -> RunFolder:
+    """Makes or takes over the folder of a run.
+
+    Raises:
+        RunFolderError: The name is taken, its driver lives, or there is nothing to resume.
+    """
+    name = config.run.name or _fresh_name(config)
+    path = Path(config.run.root).expanduser().resolve() / name
+    record = read_driver(path)
+    if record is not None and record.alive:
+        raise RunFolderError(
+            f"run {name!r} is being driven by process {record.pid}; wait for it, stop it (kill {record.pid}), "
+            "or choose another run.name"
+        )
+    if path.exists() and not (config.run.resume or config.run.clean):
+        raise RunFolderError(
+            f"run {name!r} exists in {path.parent} ({describe(path)}); continue it with run.resume=true, "
+            "start it anew with run.clean=true, or choose another run.name"
+        )
+    if config.run.resume and record is None:
+        raise RunFolderError(f"there is no run {name!r} in {path.parent} to resume; {_known(path.parent)}")
+    found = describe(path) if record is not None and config.run.resume else ""
+    if config.run.clean and path.exists():
+        shutil.rmtree(path)
+    return _take(path, 1 if record is None or config.run.clean else record.attempt + 1, found)
+
+
+def describe(path: Path) -> str:
+    """Says in one clause how a run stands: how its last attempt ended and its newest checkpoint."""
+    record = read_driver(path)
+    if record is None:
+        return "not a run of this program"
+    state = "killed" if record.state == RunState.RUNNING and not record.alive else record.state
+    steps = sorted(int(p.name.removeprefix("step-")) for p in (path / "checkpoints").glob("step-*"))
+    newest = f"newest checkpoint at step {steps[-1]}" if steps else "no checkpoint yet"
+    return f"attempt {record.attempt} {state}, {newest}"
+
+
+def read_driver(path: Path) -> DriverRecord | None:
+    """Returns who drives or drove the run in `path`, or None when there is no run."""
+    try:
+        return DriverRecord(**json.loads((path / _DRIVER).read_text()))
+    except FileNotFoundError:
+        return None
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces a file so that a reader sees the old or the new text, never a part."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def as_plain(config: RunConfig) -> dict[str, Any]:
+    """Returns a configuration as JSON values."""
+    return config.model_dump(mode="json")
+
+
+def _take(path: Path, attempt: int, found: str) -> RunFolder:
+    folder = RunFolder(path, attempt, found)
+    folder.logs.mkdir(parents=True, exist_ok=True)
+    own = psutil.Process()
+    _write_driver(path, DriverRecord(own.pid, own.create_time(), time.time(), "", attempt), RunState.RUNNING)
+    return folder
+
+
+def _write_driver(path: Path, record: DriverRecord, state: RunState) -> None:
+    write_atomically(path / _DRIVER, json.dumps(asdict(record) | {"state": str(state)}))
+
+
+def _fresh_name(config: RunConfig) -> str:
+    env = Path(config.env.name).stem.replace("/", "-")
+    return f"{env}-{config.model.preset}-{secrets.token_hex(3)}"
+
+
+def _known(root: Path) -> str:
+    names = sorted(p.parent.name for p in root.glob(f"*/{_DRIVER}"))
+    return f"runs there: {', '.join(names)}" if names else "there are no runs there"

@@ -1,0 +1,218 @@
+"""The stages of one training run: imitate, measure, reinforce, measure again; resumable between any two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from typing import Any, Protocol
+
+from envs.types import Trajectory, TrajectoryKey
+from model.engine.sampler import SamplingParams
+from rl import build
+from rl.checkpoint import Checkpoint
+from rl.controller import Controller, Generator, Learner, Plan
+from rl.evaluation import EvalResult, summarize
+from rl.launch.config import RunConfig
+from rl.rollout.assignment import Assignment, Purpose
+from rl.rollout.buffer import Buffer
+from rl.rollout.dispatch import Dispatcher, GroupPlan, SampleId
+from rl.rollout.stream import TaskStream
+from rl.watch.watch import Watch
+
+_SFT_CHUNK = 10
+_EVAL_SEED = 7_919
+
+
+class StagedLearner(Learner, Protocol):
+    """A learner that also imitates, restores and compares itself with the sampler."""
+
+    async def warm_start(self, steps: int) -> dict[str, float]:
+        """Takes steps of SFT."""
+        ...
+
+    async def begin_reinforcement(self) -> None:
+        """Switches to RL."""
+        ...
+
+    async def restore(self, checkpoint: Checkpoint) -> Any:
+        """Restores a checkpoint and returns the controller's part of it."""
+        ...
+
+    async def mismatch(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """Compares log-probabilities with the sampler's on equal weights."""
+        ...
+
+
+class StagedGenerator(Generator, Protocol):
+    """A generator that can also recover the samples of a killed run from its token log."""
+
+    async def recover(self) -> tuple[list[Trajectory], list[TrajectoryKey]]:
+        """Returns the finished samples of the log, and the keys of those that can be continued."""
+        ...
+
+    async def resume(self, keys: Sequence[TrajectoryKey]) -> None:
+        """Continues recovered samples at their next token."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run showed: evaluations after SFT (`before`) and at the end (`after`), sampled and greedy."""
+
+    before: Mapping[str, EvalResult]
+    after: Mapping[str, EvalResult]
+    steps: int
+
+
+@dataclass(slots=True)
+class Recipe:
+    """One run: its parts, and how far it has come."""
+
+    config: RunConfig
+    learner: StagedLearner
+    generator: StagedGenerator
+    publish: Callable[[], Awaitable[dict[str, float]]]
+    watch: Watch
+    sft_done: int = 0
+    results: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    async def run(self, checkpoint: Checkpoint | None) -> Outcome:
+        """Runs all stages, from `checkpoint` on when there is one."""
+        controller = self._controller()
+        if checkpoint is not None:
+            await self._restore(controller, checkpoint)
+        if checkpoint is None or "before" not in self.results:
+            await self._imitate(controller)
+            await self.learner.begin_reinforcement()
+            await self.publish()
+            await self._measure("before", version=0)
+            controller.extra_state = self._state()
+            await controller.checkpoint()
+        await controller.run()
+        await self._measure("after", version=controller.version)
+        return Outcome(self._results("before"), self._results("after"), controller.version)
+
+    def _controller(self) -> Controller:
+        config, env = self.config, build.environment(self.config)
+        size = config.algorithm.group_size
+        stream = TaskStream(env, config.env.train_split, config.run.seed, config.effort.levels)
+        plan = Plan(
+            steps=config.trainer.steps,
+            group_size=size,
+            scaffold=config.scaffold.name,
+            sampling=self._sampling(config.engine.temperature),
+            run_seed=config.run.seed,
+            checkpoint_every=config.checkpoint.every,
+        )
+        return Controller(
+            plan,
+            self.learner,
+            self.generator,
+            self.publish,
+            Dispatcher(config.rollout, lambda group: GroupPlan(size, env.name)),
+            Buffer(config.rollout),
+            stream,
+            self.watch,
+            first_step=config.sft.steps,
+        )
+
+    def _state(self) -> dict[str, Any]:
+        return {"sft_done": self.sft_done, "results": self.results}
+
+    async def _imitate(self, controller: Controller) -> None:
+        total, every = self.config.sft.steps, self.config.checkpoint.sft_every
+        while self.sft_done < total:
+            metrics = await self.learner.warm_start(min(_SFT_CHUNK, total - self.sft_done))
+            self.sft_done = min(self.sft_done + _SFT_CHUNK, total)
+            self.watch.sft(self.sft_done, total, metrics)
+            if every and self.sft_done % every == 0 and self.sft_done < total:
+                controller.extra_state = self._state()
+                await self.learner.save(self.sft_done, controller.state_dict())
+
+    async def _measure(self, when: str, version: int) -> None:
+        greedy = await self._evaluate(SamplingMode("greedy", 0.0, 1), version)
+        sampled = await self._evaluate(
+            SamplingMode("sampled", self.config.engine.temperature, self.config.eval.samples), version
+        )
+        gap = await self.learner.mismatch(sampled)
+        self.watch.log("eval", version, {f"eval/{self.config.env.name}/kl.mismatch.{k}": v for k, v in gap.items()})
+        self.results[when] = {}
+        for name, trajectories in (("greedy", greedy), ("sampled", sampled)):
+            result = summarize(trajectories)
+            self.watch.log("eval", version, result.metrics(f"eval/{self.config.env.name}/{name}"))
+            self.results[when] |= {f"{name}.{key}": value for key, value in asdict(result).items()}
+
+    async def _evaluate(self, mode: SamplingMode, version: int) -> list[Trajectory]:
+        assignments = self._evaluation(mode)
+        await self.generator.submit(assignments)
+        done: list[Trajectory] = []
+        while len(done) < len(assignments):
+            done += await self.generator.collect(1.0)
+            self.watch.phase(f"evaluate ({mode.name}, version {version})", len(done), len(assignments))
+        return done
+
+    def _evaluation(self, mode: SamplingMode) -> list[Assignment]:
+        config, env = self.config, build.environment(self.config)
+        tasks = islice(env.tasks(config.env.eval_split, _EVAL_SEED), config.eval.tasks)
+        levels = config.effort.levels
+        return [
+            Assignment(
+                key=TrajectoryKey(task.id, levels[g % len(levels)], config.scaffold.name, g, i),
+                task=task,
+                environment=env.name,
+                sampling=self._sampling(mode.temperature),
+                seed=config.run.seed + _EVAL_SEED,
+                purpose=Purpose.EVAL,
+            )
+            for g, task in enumerate(tasks)
+            for i in range(mode.samples)
+        ]
+
+    def _sampling(self, temperature: float) -> SamplingParams:
+        engine = self.config.engine
+        return SamplingParams(
+            temperature=temperature, top_p=engine.top_p, top_k=engine.top_k, max_tokens=engine.max_completion_tokens
+        )
+
+    async def _restore(self, controller: Controller, checkpoint: Checkpoint) -> None:
+        state = await self.learner.restore(checkpoint)
+        controller.load_state_dict(state)
+        self.sft_done = controller.extra_state["sft_done"]
+        self.results = controller.extra_state["results"]
+        if "before" not in self.results:
+            return
+        await self.publish()
+        finished, unfinished = await self.generator.recover()
+        keys = [*(t.key for t in finished), *unfinished]
+        useless = set(controller.dispatcher.reconcile(_sample(key) for key in keys))
+        for key in keys:
+            controller.assignment(_sample(key))
+        await self.generator.consumed([key for key in keys if _sample(key) in useless])
+        controller.receive(t for t in finished if _sample(t.key) not in useless)
+        await self.generator.resume([key for key in unfinished if _sample(key) not in useless])
+        self.watch.note(
+            f"resumed at step {checkpoint.step}: {len(finished)} finished and {len(unfinished)} unfinished "
+            f"samples found in the token log, {len(useless)} of them already used"
+        )
+
+    def _results(self, when: str) -> dict[str, EvalResult]:
+        flat = self.results[when]
+        names = ("greedy", "sampled")
+        return {
+            name: EvalResult(**{k.split(".", 1)[1]: v for k, v in flat.items() if k.startswith(f"{name}.")})  # type: ignore[arg-type]
+            for name in names
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingMode:
+    """How an evaluation samples: `samples` times a task at a temperature (0: greedy)."""
+
+    name: str
+    temperature: float
+    samples: int
+
+
+def _sample(key: TrajectoryKey) -> SampleId:
+    return SampleId(key.group, key.index, key.attempt)

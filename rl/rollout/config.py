@@ -1,0 +1,80 @@
+"""What a user may set about rollouts, checked once, with the change to make in every message."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+class RolloutConfigError(ValueError):
+    """A setting of the group `rollout` that cannot work: which, why, and what to change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutConfig:
+    """Settings of dispatch, episodes, token log and buffer.
+
+    `max_in_flight` counts samples, `groups_per_step` groups; `staleness` is how many optimiser steps the
+    weights that sampled a token may lag behind the weights that train on it (0: synchronous). `stale` says
+    what becomes of a group with older tokens: `mask` trains on its fresh tokens only, `drop` drops it.
+    `retries` is the number of further attempts of a sample that failed for infrastructure. After
+    `breaker_failures` failures in a row an environment rests for `breaker_rest_s`, then one sample probes
+    it. `flush_ms` bounds what a crash can cost in sampled tokens (0: every decode step is written at once);
+    `fsync` also survives the loss of power.
+    """
+
+    max_in_flight: int = 128
+    groups_per_step: int = 16
+    staleness: int = 1
+    stale: Literal["mask", "drop"] = "mask"
+    drop_zero_variance: bool = False
+    min_valid: int = 2
+    retries: int = 2
+    breaker_failures: int = 64
+    breaker_rest_s: float = 30.0
+    deadline_s: float = 600.0
+    score_deadline_s: float = 60.0
+    max_total_tokens: int = 4096
+    pool_size: int = 2
+    lag_alarm_s: float = 1.0
+    flush_ms: float = 50.0
+    fsync: bool = False
+    segment_bytes: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        """Checks every field.
+
+        Raises:
+            RolloutConfigError: A field is out of range.
+        """
+        for name in ("max_in_flight", "groups_per_step", "min_valid", "breaker_failures", "pool_size"):
+            self._require(name, getattr(self, name) >= 1, "at least 1")
+        for name in ("staleness", "retries", "flush_ms", "breaker_rest_s"):
+            self._require(name, getattr(self, name) >= 0, "0 or more")
+        for name in ("deadline_s", "score_deadline_s", "lag_alarm_s"):
+            self._require(name, getattr(self, name) > 0, "greater than 0 seconds")
+        self._require("max_total_tokens", self.max_total_tokens >= 2, "at least 2 (a prompt and one token)")
+        self._require("segment_bytes", self.segment_bytes >= 4096, "at least 4096 bytes")
+        self._require("stale", self.stale in ("mask", "drop"), "'mask' or 'drop'")
+
+    def check_group_size(self, size: int) -> None:
+        """Refuses a group size that could never start or never be valid.
+
+        Raises:
+            RolloutConfigError: The group does not fit in flight, or has fewer members than `min_valid`.
+        """
+        if size > self.max_in_flight:
+            raise RolloutConfigError(
+                f"a group of {size} samples never fits under rollout.max_in_flight={self.max_in_flight}; "
+                f"set rollout.max_in_flight to at least {size} or make algorithm.group_size smaller"
+            )
+        if size < self.min_valid:
+            raise RolloutConfigError(
+                f"groups of {size} can never have rollout.min_valid={self.min_valid} scored members; "
+                "make algorithm.group_size larger, or set rollout.min_valid=1 with an advantage "
+                "that needs no group"
+            )
+
+    def _require(self, name: str, holds: bool, what: str) -> None:
+        if not holds:
+            raise RolloutConfigError(f"rollout.{name}={getattr(self, name)!r}: set it to {what}")

@@ -1,0 +1,256 @@
+"""One trajectory from the inside: what a scaffold holds, made of engine, chat format, sandboxes and log.
+
+The scaffold writes messages and decides; tokens, limits, log and typing of errors are the framework's. A
+recovered sample runs through the same scaffold again: turns and tool results that are in the log are handed
+to it as they were, and where the log ends the engine and the sandbox take over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+
+from envs.base import Environment, Sampled, ToolError
+from envs.types import Boundary, ErrorInfo, FinishReason, Message, Role, StopReason, ToolCall
+from model.chat import ChatFormat
+from rl.engines.base import Completion, Engine, GenerateRequest
+from rl.rollout.assignment import Assignment, request_seed
+from rl.rollout.faults import EpisodeEnded, Fault, Interrupted, boundary
+from rl.rollout.history import Draft, History
+from rl.rollout.messages import from_chat, to_chat, tool_to_chat
+from rl.rollout.sandboxes import Sandboxes
+from rl.rollout.state import LoggedTurn
+from rl.rollout.wal import TokenLog
+from sandbox.base import Sandbox
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What episodes of one environment share. `log` is None for samples that are not logged."""
+
+    env: Environment
+    engine: Engine
+    chat: ChatFormat
+    sandboxes: Sandboxes | None
+    log: TokenLog | None
+    max_turns: int
+    max_total_tokens: int
+
+    @property
+    def stateless(self) -> bool:
+        """Whether every tool call may run in any box: nothing is kept between calls."""
+        return self.env.sandbox is None or (
+            bool(self.env.tools) and all(tool.stateless for tool in self.env.tools)
+        )
+
+
+class EpisodeRun:
+    """Implements `envs.base.Episode`. `box` is the trajectory's own sandbox, where it has one.
+
+    `timings` sums seconds by `engine_s` and `tool_s`. `fault`, `interruption` and `ended` outlive a scaffold
+    that swallows exceptions.
+    """
+
+    def __init__(
+        self, surroundings: Surroundings, assignment: Assignment, logged: Sequence[LoggedTurn] = ()
+    ) -> None:
+        self._around = surroundings
+        self._assignment = assignment
+        self._logged = list(logged)
+        self._pending: list[Message] = list(assignment.task.prompt)
+        self._fresh_branch = True
+        self._calls = 0
+        self.task = assignment.task
+        self.effort = assignment.key.effort
+        self.tools = surroundings.env.tools
+        self.max_turns = surroundings.max_turns
+        self.box: Sandbox | None = None
+        self.history = History()
+        self.timings: defaultdict[str, float] = defaultdict(float)
+        self.busy_with = Boundary.SCAFFOLD
+        self.fault: Fault | None = None
+        self.interruption: Interrupted | None = None
+        self.ended: StopReason | None = None
+        self.chat_tools = [tool_to_chat(tool) for tool in self.tools]
+
+    async def sample(self) -> Sampled:
+        """Lets the policy speak: one assistant turn.
+
+        Raises:
+            EpisodeEnded: A limit is reached: the episode's turns or its total of tokens.
+            Fault: The engine failed.
+        """
+        self._check_going()
+        if self.history.turns >= self.max_turns:
+            self._end(StopReason.MAX_TURNS)
+        logged = self._logged[self.history.turns] if self.history.turns < len(self._logged) else None
+        new_branch = self._fresh_branch
+        prompt_ids = logged.prompt_ids if logged else self._render()
+        budget = self._around.max_total_tokens - len(prompt_ids)
+        budget -= 0 if new_branch else len(self.history.ids)
+        if budget < 1:
+            self._end(StopReason.MAX_TOKENS)
+        if new_branch:
+            self.history.fork()
+        self._fresh_branch, self._pending = False, []
+        self.history.prompt(prompt_ids)
+        return self._read(prompt_ids, await self._complete(logged, prompt_ids, budget, new_branch))
+
+    async def execute(self, calls: Sequence[ToolCall]) -> tuple[Message, ...]:
+        """Runs tool calls in order and appends their results; a call's own fault is its result.
+
+        Raises:
+            EpisodeEnded: The turn was cut by a limit, so its calls may be incomplete.
+            Fault: The environment or the sandbox failed.
+        """
+        self._check_going()
+        draft = self.history.last
+        assert draft is not None, "tool calls come after a turn"
+        if draft.completion.finish is not FinishReason.STOP:
+            self._end(StopReason.MAX_TOKENS)
+        results = [await self._result(draft, call) for call in calls]
+        self.observe(*results)
+        return tuple(results)
+
+    def observe(self, *messages: Message) -> None:
+        """Appends messages to the conversation; the policy reads them before its next turn."""
+        self._pending += messages
+        if self.history.last is not None and not self._fresh_branch:
+            self.history.last.observations += messages
+
+    def rewrite(self, *messages: Message) -> None:
+        """Replaces the conversation (a summary, dropped reasoning): the next turn starts a new branch."""
+        self._pending, self._fresh_branch = list(messages), True
+
+    def lost_sandbox(self) -> None:
+        """Refuses to go on with a recovered sample whose own sandbox is gone with what was done in it."""
+        info = ErrorInfo(Boundary.SANDBOX, "SandboxLost", "the sandbox did not outlive the interruption")
+        self.fault = Fault(info)
+        raise self.fault
+
+    @property
+    def session(self) -> str:
+        """The sample's name towards engine, log and sandboxes."""
+        return self._assignment.session
+
+    def _render(self) -> tuple[int, ...]:
+        messages = [to_chat(message) for message in self._pending]
+        with self._as_fault(Boundary.SCAFFOLD):
+            if self._fresh_branch:
+                return tuple(
+                    self._around.chat.render_prompt(messages, tools=self.chat_tools, effort=self.effort)
+                )
+            return tuple(self._around.chat.render_observation(messages))
+
+    async def _complete(
+        self, logged: LoggedTurn | None, prompt_ids: tuple[int, ...], budget: int, new_branch: bool
+    ) -> Completion:
+        """A turn's completion: from the log, from the engine, or begun in the log and ended by the engine."""
+        turn, session, log = self.history.turns, self._assignment.session, self._around.log
+        if logged is not None and logged.finish is not None:
+            return logged.completion
+        if log is not None and logged is None:
+            log.begin(session, turn, prompt_ids, new_branch=new_branch)
+        completion = await self._generate(turn, budget, logged)
+        if log is not None:
+            log.turn(session, turn, len(completion.token_ids), completion.finish)
+        return completion
+
+    async def _generate(self, turn: int, budget: int, logged: LoggedTurn | None) -> Completion:
+        key, sampling = self._assignment.key, self._assignment.sampling
+        request = GenerateRequest(
+            session=self._assignment.session,
+            turn=turn,
+            token_ids=tuple(self.history.ids),
+            sampling=replace(
+                sampling,
+                max_tokens=min(sampling.max_tokens, budget),
+                stop_ids=self._around.chat.stop_ids,
+                seed=request_seed(self._assignment.seed, key.group, key.index, turn),
+            ),
+            completed=logged.completion if logged is not None and logged.token_ids else None,
+        )
+        with self._doing(Boundary.ENGINE, "engine_s"):
+            completion = await self._around.engine.generate(request)
+            if completion.finish is FinishReason.ABORT:
+                raise Interrupted(
+                    f"{self._assignment.session} was given back after {len(completion.token_ids)}"
+                )
+            if any(logprob != logprob for logprob in completion.logprobs):
+                raise ValueError("a log-probability is NaN: the weights or the sampler are broken")
+        return completion
+
+    def _read(self, prompt_ids: tuple[int, ...], completion: Completion) -> Sampled:
+        parsed = self._around.chat.parse(completion.token_ids, tools=self.chat_tools)
+        message = from_chat(parsed.message)
+        if completion.finish is not FinishReason.STOP:
+            message = replace(message, tool_calls=())
+        self.history.sampled(Draft(prompt_ids, completion, message, parsed.parse_error))
+        return Sampled(message, completion.finish, parsed.parse_error)
+
+    async def _result(self, draft: Draft, call: ToolCall) -> Message:
+        turn, place = self.history.turns - 1, draft.results
+        number, self._calls, draft.results = self._calls, self._calls + 1, place + 1
+        known = self._logged[turn].results if turn < len(self._logged) else ()
+        if place < len(known):
+            return known[place]
+        del self._logged[turn + 1 :]
+        await self._flush(draft)
+        message = Message(Role.TOOL, await self._run(replace(call, number=number)), tool_call_id=call.id)
+        if self._around.log is not None:
+            self._around.log.result(self._assignment.session, turn, place, message)
+        return message
+
+    async def _flush(self, draft: Draft) -> None:
+        """Makes the turn durable before the world sees it."""
+        log, draft.flushed, done = self._around.log, True, draft.flushed
+        if log is None or done:
+            return
+        if log.waits_for_disk:
+            await asyncio.to_thread(log.flush)
+        else:
+            log.flush()
+
+    async def _run(self, call: ToolCall) -> str:
+        with self._doing(Boundary.ENVIRONMENT, "tool_s"):
+            sandboxes = self._around.sandboxes
+            lent = nullcontext(self.box) if self.box or sandboxes is None else sandboxes.shared()
+            async with lent as box:
+                try:
+                    return await self._around.env.call_tool(call, self.task, box)
+                except ToolError as error:
+                    return str(error)
+
+    @contextmanager
+    def _doing(self, where: Boundary, timing: str) -> Iterator[None]:
+        started, before, self.busy_with = time.monotonic(), self.busy_with, where
+        with self._as_fault(where):
+            yield
+        self.busy_with = before
+        self.timings[timing] += time.monotonic() - started
+
+    @contextmanager
+    def _as_fault(self, where: Boundary) -> Iterator[None]:
+        try:
+            with boundary(where):
+                yield
+        except Fault as fault:
+            self.fault = fault
+            raise
+        except Interrupted as interruption:
+            self.interruption = interruption
+            raise
+
+    def _check_going(self) -> None:
+        if self.fault or self.interruption:
+            raise self.fault or self.interruption  # type: ignore[misc]
+        if self.ended is not None:
+            raise EpisodeEnded(self.ended)
+
+    def _end(self, stop: StopReason) -> None:
+        self.ended = stop
+        raise EpisodeEnded(stop)

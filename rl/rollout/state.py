@@ -1,0 +1,263 @@
+"""What a token log says of samples that no checkpoint has: those that finished, and those to go on with.
+
+Records may be missing where the log was damaged. Each token carries its place, so a hole is seen: what lies
+behind it in that sample is not used, and the sample goes on from there. Reading a log changes nothing but a
+torn tail, which is cut off; reading it again gives the same.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from envs.types import FinishReason, Message, Trajectory
+from rl.engines.base import Completion
+from rl.rollout import codec
+from rl.rollout.assignment import Assignment
+from rl.rollout.frames import ROW, Damage, Kind, Record, scan, slots_of, step_rows
+from rl.rollout.segments import Segment
+
+FINISHES = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedTurn:
+    """A turn as logged. `finish` is None while it was sampled; `results` are those of its tool calls."""
+
+    prompt_ids: tuple[int, ...]
+    new_branch: bool
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    policy_versions: tuple[int, ...] = ()
+    finish: FinishReason | None = None
+    results: tuple[Message, ...] = ()
+
+    @property
+    def completion(self) -> Completion:
+        """Its tokens as the engine takes them back."""
+        return Completion(
+            self.token_ids, self.logprobs, self.policy_versions, self.finish or FinishReason.ABORT
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedSample:
+    """An unfinished sample: what it was told and how far it came."""
+
+    assignment: Assignment
+    turns: tuple[LoggedTurn, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What a log holds, by slot; `lost_tokens` are logged tokens that lie behind a hole or have no sample."""
+
+    unfinished: dict[int, LoggedSample]
+    finished: dict[int, Trajectory]
+    damage: Damage
+    tokens: int = 0
+    lost_tokens: int = 0
+    next_slot: int = 0
+
+
+@dataclass(slots=True)
+class _Turn:
+    prompt_ids: tuple[int, ...]
+    new_branch: bool
+    tokens: int | None = None
+    finish: FinishReason | None = None
+    results: dict[int, Message] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Reset:
+    """Rows before `row` (of the whole log) at or behind (turn, tokens) are void."""
+
+    row: int
+    turn: int
+    tokens: int
+
+
+@dataclass(slots=True)
+class _Slot:
+    start: bytes | None = None
+    end: bytes | None = None
+    turns: dict[int, _Turn] = field(default_factory=dict)
+    resets: list[_Reset] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Reader:
+    slots: defaultdict[int, _Slot] = field(default_factory=lambda: defaultdict(_Slot))
+    consumed: set[int] = field(default_factory=set)
+    rows: list[np.ndarray] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    row_count: int = 0
+    top: int = -1
+
+    def read(self, data: bytes, records: list[Record]) -> None:
+        for item in records:
+            if item.kind == Kind.STEP:
+                version, rows = step_rows(data, item.start, item.end)
+                self.rows.append(rows)
+                self.versions.append(version)
+                self.row_count += len(rows)
+            else:
+                self._read_other(data, item)
+
+    def _read_other(self, data: bytes, item: Record) -> None:
+        slots = list(slots_of(data, item))
+        self.top = max([self.top, *slots])
+        if item.kind == Kind.CONSUMED:
+            self.consumed.update(slots)
+            return
+        slot = self.slots[slots[0]]
+        payload = data[item.start + 4 : item.end]
+        if item.kind == Kind.START:
+            slot.start = payload
+        elif item.kind == Kind.END:
+            slot.end = payload
+        elif item.kind == Kind.RESET:
+            self._reset(slot, *struct.unpack("<IIIII", payload))
+        else:
+            _read_turn(slot, Kind(item.kind), payload, self.row_count)
+
+    def _reset(self, slot: _Slot, turns: int, turn: int, tokens: int, closed: int, results: int) -> None:
+        slot.resets.append(_Reset(self.row_count, turn if turns else 0, tokens))
+        slot.turns = {number: item for number, item in slot.turns.items() if number < turns}
+        if (last := slot.turns.get(turn)) is not None:
+            last.results = {number: item for number, item in last.results.items() if number < results}
+            if not closed:
+                last.tokens = last.finish = None
+
+
+def _read_turn(slot: _Slot, kind: Kind, payload: bytes, row: int) -> None:
+    if kind is Kind.BEGIN:
+        turn, new_branch = struct.unpack_from("<II", payload)
+        ids = tuple(np.frombuffer(payload, "<i4", offset=8).tolist())
+        if any(number >= turn for number in slot.turns):  # sampled anew: what was there is void
+            slot.resets.append(_Reset(row, turn, 0))
+            slot.turns = {number: item for number, item in slot.turns.items() if number < turn}
+        slot.turns[turn] = _Turn(ids, bool(new_branch))
+    elif kind is Kind.TURN:
+        turn, tokens, finish = struct.unpack("<III", payload)
+        if turn in slot.turns:
+            slot.turns[turn].tokens, slot.turns[turn].finish = tokens, FINISHES[finish]
+    elif kind is Kind.RESULT:
+        turn, number = struct.unpack_from("<II", payload)
+        if turn in slot.turns:
+            slot.turns[turn].results[number] = codec.message_from_json(json.loads(payload[8:]))
+
+
+def rebuild(segments: list[Segment], damage: Damage) -> Recovery:
+    """Reads the segments in order and returns what they hold; cuts a torn tail off its file."""
+    reader = _Reader()
+    for segment in segments:
+        data = segment.path.read_bytes()
+        torn = damage.torn_bytes
+        records, good = scan(data, damage)
+        reader.read(data, records)
+        if damage.torn_bytes > torn:
+            with segment.path.open("r+b") as file:
+                file.truncate(good)
+    return _recover(reader, damage)
+
+
+def _recover(reader: _Reader, damage: Damage) -> Recovery:
+    over = reader.consumed | {number for number, slot in reader.slots.items() if slot.end is not None}
+    columns = _Columns.of(reader, over)
+    unfinished: dict[int, LoggedSample] = {}
+    finished: dict[int, Trajectory] = {}
+    lost = columns.count - sum(len(columns.rows_of(number)[0]) for number in set(reader.slots) - over)
+    for number, slot in sorted(reader.slots.items()):
+        if number in reader.consumed:
+            continue
+        if slot.end is not None:
+            finished[number] = codec.trajectory_from_json(json.loads(slot.end))
+            continue
+        rows, versions = columns.after_resets(number, slot.resets)
+        lost += len(rows)
+        if slot.start is not None:
+            turns = tuple(_turns(slot, rows, versions))
+            lost -= sum(len(turn.token_ids) for turn in turns)
+            assignment = codec.assignment_from_json(json.loads(slot.start))
+            unfinished[number] = LoggedSample(assignment, turns)
+    top = max(reader.top, columns.top)
+    return Recovery(unfinished, finished, damage, reader.row_count, lost, top + 1)
+
+
+def _turns(slot: _Slot, rows: np.ndarray, versions: np.ndarray) -> Iterator[LoggedTurn]:
+    """The turns of a sample up to the first hole; `rows` are sorted by turn and place."""
+    for expected in range(len(slot.turns)):
+        turn = slot.turns.get(expected)
+        if turn is None:
+            return
+        low, high = np.searchsorted(rows["turn"], [expected, expected + 1])
+        found = int(np.argmin(np.append(rows["index"][low:high] == np.arange(high - low), False)))
+        whole = turn.tokens is not None and found >= turn.tokens
+        part = slice(low, low + (turn.tokens if whole and turn.tokens is not None else found))
+        yield LoggedTurn(
+            turn.prompt_ids,
+            turn.new_branch,
+            tuple(rows["token"][part].tolist()),
+            tuple(rows["logprob"][part].tolist()),
+            tuple(versions[part].tolist()),
+            turn.finish if whole else None,
+            tuple(_unbroken(turn.results)) if whole else (),
+        )
+        if not whole:
+            return
+
+
+def _unbroken(results: dict[int, Message]) -> Iterator[Message]:
+    for number in range(len(results)):
+        if number not in results:
+            return
+        yield results[number]
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """The rows of unfinished samples sorted by slot, turn and place; `age` is their order in the log."""
+
+    rows: np.ndarray
+    versions: np.ndarray
+    age: np.ndarray
+    top: int
+
+    @classmethod
+    def of(cls, reader: _Reader, over: set[int]) -> _Columns:
+        rows = np.concatenate([np.zeros(0, ROW), *reader.rows])
+        versions = np.repeat(np.array(reader.versions, np.int64), [len(part) for part in reader.rows])
+        top = int(rows["slot"].max()) if len(rows) else -1
+        wanted = np.flatnonzero(~np.isin(rows["slot"], np.array(sorted(over), np.uint32)))
+        rows = rows[wanted]
+        key = rows["slot"].astype(np.uint64) << np.uint64(36)  # slot, 14 bits of turn, 22 bits of place
+        key |= rows["turn"].astype(np.uint64) << np.uint64(22)
+        order = np.argsort(key | rows["index"])
+        return cls(rows[order], versions[wanted][order], wanted[order], top)
+
+    @property
+    def count(self) -> int:
+        return len(self.rows)
+
+    def rows_of(self, slot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The rows of one slot with their versions and ages."""
+        low, high = np.searchsorted(self.rows["slot"], np.array([slot, slot + 1], np.uint32))
+        return self.rows[low:high], self.versions[low:high], self.age[low:high]
+
+    def after_resets(self, slot: int, resets: list[_Reset]) -> tuple[np.ndarray, np.ndarray]:
+        """The rows of one slot, without those that a reset made void, and their versions."""
+        rows, versions, age = self.rows_of(slot)
+        keep = np.ones(len(rows), bool)
+        for reset in resets:
+            behind = (rows["turn"] > reset.turn) | (
+                (rows["turn"] == reset.turn) & (rows["index"] >= reset.tokens)
+            )
+            keep &= ~(behind & (age < reset.row))
+        return rows[keep], versions[keep]

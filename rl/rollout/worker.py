@@ -1,0 +1,201 @@
+"""Runs one sample from its assignment to its scored trajectory; whatever fails, a trajectory comes out.
+
+A fault of the infrastructure gives a FAILED trajectory without a score, which the dispatcher runs again
+under its budget; it is never a zero. A limit gives a truncated trajectory, which is judged like any other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, suppress
+
+from envs.base import Environment, Scaffold
+from envs.types import (
+    Boundary,
+    ErrorInfo,
+    Missing,
+    Score,
+    Status,
+    StopReason,
+    Task,
+    Trajectory,
+)
+from model.chat import ChatFormat
+from rl.engines.base import Engine
+from rl.rollout.assignment import Assignment, Purpose
+from rl.rollout.config import RolloutConfig, RolloutConfigError
+from rl.rollout.episode import EpisodeRun, Surroundings
+from rl.rollout.faults import EpisodeEnded, Fault, boundary
+from rl.rollout.sandboxes import Sandboxes
+from rl.rollout.state import LoggedSample
+from rl.rollout.wal import TokenLog
+
+Reward = Callable[[Task, Trajectory], Awaitable[Score | Missing]]
+
+_STATUS = {
+    StopReason.ANSWER: Status.FINISHED,
+    StopReason.PARSE_ERROR: Status.FINISHED,
+    StopReason.MAX_TOKENS: Status.TRUNCATED,
+    StopReason.MAX_TURNS: Status.TRUNCATED,
+    StopReason.ERROR: Status.FAILED,
+    StopReason.ABORTED: Status.FAILED,
+}
+
+
+class Worker:
+    """Runs samples of one environment with one scaffold, any number at a time, in one event loop.
+
+    Args:
+        env: The environment.
+        scaffold: Drives each episode.
+        engine: Samples tokens; its step listener must be `log.on_step`.
+        chat: The checkpoint's chat format.
+        sandboxes: Where tool calls run; None only for an environment that needs no sandbox.
+        reward: Judges a trajectory; None takes the environment's own `score`.
+        log: The token log of this process; None logs nothing.
+        config: Limits.
+        max_turns: Overrides the environment's.
+
+    Raises:
+        RolloutConfigError: The environment needs a sandbox and there is none.
+    """
+
+    def __init__(
+        self,
+        env: Environment,
+        scaffold: Scaffold,
+        engine: Engine,
+        chat: ChatFormat,
+        sandboxes: Sandboxes | None,
+        reward: Reward | None,
+        log: TokenLog | None,
+        config: RolloutConfig,
+        *,
+        max_turns: int | None = None,
+    ) -> None:
+        if env.sandbox is not None and sandboxes is None:
+            raise RolloutConfigError(
+                f"environment {env.name!r} runs its tools in a sandbox, and this worker was given none; "
+                "connect a fleet (sandbox=docker or sandbox=bubblewrap)"
+            )
+        self.env, self.scaffold = env, scaffold
+        self._engine, self._log, self._config = engine, log, config
+        self._reward: Reward = reward if reward is not None else env.score
+        needed = sandboxes if env.sandbox is not None else None
+        turns = max_turns or env.max_turns
+        self._logged = Surroundings(env, engine, chat, needed, log, turns, config.max_total_tokens)
+        self._unlogged = Surroundings(env, engine, chat, needed, None, turns, config.max_total_tokens)
+
+    async def run(self, assignment: Assignment, recovered: LoggedSample | None = None) -> Trajectory:
+        """Runs one sample to its end; with `recovered`, goes on where the log of an earlier process ends.
+
+        Raises:
+            Interrupted: The engine closes; the sample stays in the log, to be continued.
+            TokenLogError: The log cannot be written.
+        """
+        started = time.monotonic()
+        log = self._log if assignment.purpose is Purpose.TRAIN else None
+        around = self._logged if log is not None else self._unlogged
+        episode = EpisodeRun(around, assignment, recovered.turns if recovered else ())
+        if log is not None:
+            log.resume(recovered) if recovered else log.start(assignment)
+        try:
+            stop, error = await self._within_deadline(episode, recovered)
+        finally:
+            await self._release(assignment.session)
+        trajectory = await self._judged(episode, assignment, stop, error, started)
+        if log is not None:
+            log.end(assignment.session, trajectory)
+        return trajectory
+
+    async def _release(self, session: str) -> None:
+        # A release that fails belongs to an engine that is gone; the cause is in the sample's own fault.
+        with suppress(Fault), boundary(Boundary.ENGINE):
+            await asyncio.shield(self._engine.release(session))
+
+    async def _within_deadline(
+        self, episode: EpisodeRun, recovered: LoggedSample | None
+    ) -> tuple[StopReason, ErrorInfo | None]:
+        try:
+            async with asyncio.timeout(self._config.deadline_s):
+                stop = await self._play(episode, recovered)
+        except Fault as fault:
+            return StopReason.ERROR, fault.info
+        except TimeoutError:
+            message = f"the sample took longer than rollout.deadline_s={self._config.deadline_s:g} s"
+            return StopReason.ERROR, ErrorInfo(episode.busy_with, "DeadlineExceeded", message)
+        if stop is StopReason.ERROR:
+            return stop, ErrorInfo(Boundary.SCAFFOLD, "StopReason", "the scaffold gave up with an error")
+        return stop, None
+
+    async def _play(self, episode: EpisodeRun, recovered: LoggedSample | None) -> StopReason:
+        with boundary(Boundary.SANDBOX):
+            async with AsyncExitStack() as stack:
+                return await self._in_sandbox(episode, recovered, stack)
+
+    async def _in_sandbox(
+        self, episode: EpisodeRun, recovered: LoggedSample | None, stack: AsyncExitStack
+    ) -> StopReason:
+        sandboxes = self._logged.sandboxes
+        if sandboxes is not None and not self._logged.stateless:
+            self._refuse_lost_state(episode, recovered)
+            episode.box = await stack.enter_async_context(sandboxes.own(episode.session))
+            stack.push_async_callback(self._cleanup, episode)
+            with boundary(Boundary.ENVIRONMENT):
+                await self.env.setup(episode.task, episode.box)
+        return await self._drive(episode)
+
+    async def _drive(self, episode: EpisodeRun) -> StopReason:
+        try:
+            with boundary(Boundary.SCAFFOLD):
+                stop = await self.scaffold.run(episode)
+        except EpisodeEnded as ended:
+            stop = ended.stop
+        if episode.fault or episode.interruption:
+            raise episode.fault or episode.interruption  # type: ignore[misc]
+        return episode.ended or stop
+
+    def _refuse_lost_state(self, episode: EpisodeRun, recovered: LoggedSample | None) -> None:
+        if recovered is None:
+            return
+        parse, tools = self._logged.chat.parse, episode.chat_tools
+        closed = [turn for turn in recovered.turns if turn.finish is not None]
+        if any(parse(turn.token_ids, tools=tools).message.get("tool_calls") for turn in closed):
+            episode.lost_sandbox()
+
+    async def _cleanup(self, episode: EpisodeRun) -> None:
+        with boundary(Boundary.ENVIRONMENT):
+            await self.env.cleanup(episode.task, episode.box)
+
+    async def _judged(
+        self,
+        episode: EpisodeRun,
+        assignment: Assignment,
+        stop: StopReason,
+        error: ErrorInfo | None,
+        started: float,
+    ) -> Trajectory:
+        played = time.monotonic()
+        unscored = Missing(error.message, error.boundary) if error else Missing("not judged yet")
+        branches = episode.history.record()
+        trajectory = Trajectory(assignment.key, branches, _STATUS[stop], stop, unscored, error)
+        score = unscored if error else await self._score(assignment.task, trajectory)
+        ended = time.monotonic()
+        timings = {**episode.timings, "score_s": ended - played, "total_s": ended - started}
+        return Trajectory(assignment.key, branches, _STATUS[stop], stop, score, error, timings)
+
+    async def _score(self, task: Task, trajectory: Trajectory) -> Score | Missing:
+        limit = self._config.score_deadline_s
+        try:
+            async with asyncio.timeout(limit):
+                score = await self._reward(task, trajectory)
+        except TimeoutError:
+            return Missing(f"the reward took longer than rollout.score_deadline_s={limit:g} s")
+        except Exception as error:
+            return Missing(f"{type(error).__name__}: {error}")
+        if isinstance(score, Score) and not all(map(math.isfinite, (score.value, *score.parts.values()))):
+            return Missing(f"the reward is not finite: {score.value} of parts {dict(score.parts)}")
+        return score

@@ -1,0 +1,111 @@
+"""The trainer's process: one policy that first imitates and is then reinforced, and its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from envs.types import Trajectory
+from rl import build
+from rl.checkpoint import Checkpoint, CheckpointStore
+from rl.launch.config import RunConfig
+from rl.rollout.buffer import Batch
+from rl.trainers.data import Sample, demonstration_samples, trajectory_samples
+from rl.trainers.rl import RLTrainer
+from rl.trainers.sft import SFTTrainer
+from rl.weights import WeightSnapshot
+
+
+class Learner:
+    """Owns the policy's master weights and both trainers. Its methods are not called concurrently."""
+
+    def __init__(self, config: RunConfig, checkpoints: Path) -> None:
+        build.use_threads(config.launcher.sft_threads)
+        self._config = config
+        self._store = CheckpointStore(checkpoints, config.checkpoint.keep, config.checkpoint.keep_every)
+        self._chat = build.chat_format(config)
+        self.policy = build.policy(config)
+        self.sft = SFTTrainer(self.policy, config.sft)
+        self.rl: RLTrainer | None = None
+        self._demonstrations = demonstration_samples(
+            build.environment(config), self._chat, config.env.train_split, config.run.seed
+        )
+
+    def warm_start(self, steps: int) -> dict[str, float]:
+        """Takes so many steps of SFT and returns the metrics of the last one."""
+        metrics: dict[str, float] = {}
+        for _ in range(steps):
+            metrics = self.sft.step(list(islice(self._demonstrations, self._config.sft.batch_size)))
+        return metrics
+
+    def begin_reinforcement(self) -> None:
+        """Switches to RL: the cache's quantisation is simulated from here on, with a new optimiser."""
+        build.use_threads(self._config.launcher.trainer_threads)
+        self.policy.fake_quant = self._config.model.fake_quant
+        self.rl = RLTrainer(self.policy, self._config.trainer, self._config.algorithm)
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        """Takes one step of RL on a batch of groups and returns its metrics."""
+        assert self.rl is not None, "begin_reinforcement comes before the first step"
+        return self.rl.step(batch.groups, version=batch.version, min_version=batch.min_version)
+
+    def snapshot(self) -> WeightSnapshot:
+        """Returns the current weights, as the version that the next samples carry."""
+        return WeightSnapshot.pack(self.policy.state_dict(), 0 if self.rl is None else self.rl.steps)
+
+    def mismatch(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """Compares the sampler's log-probabilities with the trainer's, token by token, on equal weights.
+
+        Tokens that another version sampled are left out. Returns median, mean and maximum of the absolute
+        difference, the share above 1e-3, and the number of tokens.
+        """
+        assert self.rl is not None
+        version = self.rl.steps
+        samples = [s for t in trajectories for s in trajectory_samples(t) if _pure(s, version)]
+        own = self.rl.logprobs(samples)
+        gaps = [np.abs(a - s.logprobs)[s.loss_mask] for a, s in zip(own, samples, strict=True)]
+        gap = np.concatenate(gaps) if gaps else np.zeros(0, np.float32)
+        if not gap.size:
+            return {"n": 0.0}
+        return {
+            "n": float(gap.size),
+            "median": float(np.median(gap)),
+            "mean": float(gap.mean()),
+            "max": float(gap.max()),
+            "share_over_1e-3": float((gap > 1e-3).mean()),
+        }
+
+    def save(self, step: int, state: Mapping[str, Any]) -> None:
+        """Writes a checkpoint of policy, trainers and the controller's `state`."""
+        own = {
+            "policy": dict(self.policy.state_dict()),
+            "sft": self.sft.state_dict(),
+            "rl": None if self.rl is None else self.rl.state_dict(),
+        }
+        self._store.save(
+            step,
+            {"learner": own, "controller": dict(state)},
+            lambda folder: build.write_policy(self.policy, self._chat, folder),
+        )
+
+    def restore(self, checkpoint: Checkpoint) -> Any:
+        """Restores what `save` wrote and returns the controller's state."""
+        state = checkpoint.load_state()
+        own = state["learner"]
+        self.policy.load_state_dict(own["policy"])
+        self.sft.load_state_dict(own["sft"])
+        seen = self.sft.steps * self._config.sft.batch_size
+        self._demonstrations = islice(self._demonstrations, seen, None)
+        if own["rl"] is not None:
+            self.begin_reinforcement()
+            assert self.rl is not None
+            self.rl.load_state_dict(own["rl"])
+        return state["controller"]
+
+
+def _pure(sample: Sample, version: int) -> bool:
+    return bool((sample.policy_version[sample.loss_mask] == version).all())

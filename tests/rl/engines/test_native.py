@@ -1,0 +1,295 @@
+import asyncio
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from envs.types import FinishReason
+from model.config import PolicyConfig
+from model.engine.errors import ContextOverflowError, EmptyPromptError, NonFiniteLogitsError, StateError
+from model.engine.sampler import SamplingParams
+from model.policy import Policy
+from rl.engines.base import Completion, Engine, EngineError, GenerateRequest
+from rl.engines.native import EngineClosedError, NativeEngine
+
+
+def make_policy(kind=Policy):
+    torch.set_num_threads(1)
+    policy = kind(PolicyConfig.preset("nano"))
+    policy.reset_parameters(1)
+    return policy
+
+
+class Breaking(Policy):
+    """A policy whose tenth forward fails, as a device can."""
+
+    calls = 0
+
+    def extend(self, *arguments, **options):
+        self.calls += 1
+        if self.calls == 10:
+            raise RuntimeError("device lost")
+        return super().extend(*arguments, **options)
+
+
+@pytest.fixture
+async def engine():
+    engine = NativeEngine(make_policy(), max_requests=8, max_tokens=64)
+    yield engine
+    await engine.close()
+
+
+def request(session="s", prompt=(1, 2, 3), *, turn=0, completed=None, **options):
+    sampling = SamplingParams(**({"max_tokens": 12, "seed": 5} | options))
+    return GenerateRequest(session, turn, tuple(prompt), sampling, completed)
+
+
+async def until(condition, seconds=10.0):
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110  counters have no event to wait for
+            await asyncio.sleep(0.001)
+
+
+def engine_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "engine"]
+
+
+async def test_concurrent_requests_get_what_each_gets_alone(engine):
+    assert isinstance(engine.version, int)
+    requests = [request(f"s{i}", range(1, 2 + i), seed=i) for i in range(8)]
+    together = await asyncio.gather(*(engine.generate(r) for r in requests))
+    for one, completion in zip(requests, together, strict=True):
+        await engine.release(one.session)
+        alone = await engine.generate(one)
+        assert alone.token_ids == completion.token_ids
+        assert completion.finish is FinishReason.LENGTH
+        assert completion.policy_versions == (0,) * 12
+        np.testing.assert_allclose(alone.logprobs, completion.logprobs, atol=1e-5)
+    stats = engine.stats()
+    assert stats["generated_tokens"] == 2 * 8 * 12
+    assert stats["running"] == stats["waiting"] == 0
+    assert stats["busy_seconds"] > 0 and 12 <= stats["steps"] <= 2 * 8 * 13
+
+
+async def test_frames_come_in_the_engines_thread_and_before_the_tokens():
+    frames, delivered = [], []
+
+    def listen(frame):
+        assert threading.current_thread().name == "engine"
+        assert not delivered
+        frames.append(frame)
+
+    engine: Engine = NativeEngine(make_policy(), max_requests=4, max_tokens=64, on_step=listen)
+    completions = await asyncio.gather(*(engine.generate(request(f"s{i}", turn=i, seed=i)) for i in range(3)))
+    delivered.append(True)
+    for i, completion in enumerate(completions):
+        rows = [(f, f.sessions.index(f"s{i}")) for f in frames if f"s{i}" in f.sessions]
+        assert tuple(int(f.token_ids[row]) for f, row in rows) == completion.token_ids
+        np.testing.assert_array_equal([f.logprobs[row] for f, row in rows], np.float32(completion.logprobs))
+        assert {f.turns[row] for f, row in rows} == {i}
+    assert {(f.token_ids.dtype, f.logprobs.dtype) for f in frames} == {
+        (np.dtype("int32"), np.dtype("float32"))
+    }
+    await engine.close()
+
+
+async def test_an_interrupted_turn_continues_exactly():
+    whole_engine = NativeEngine(make_policy(), max_requests=2, max_tokens=64)
+    whole = await whole_engine.generate(request(max_tokens=20))
+    await whole_engine.close()
+    for cut in (1, 7, 19):
+        tokens, logprobs = whole.token_ids[:cut], whole.logprobs[:cut]
+        completed = Completion(tokens, logprobs, (3,) * cut, FinishReason.ABORT)
+        other = NativeEngine(make_policy(), max_requests=2, max_tokens=64, version=4)
+        continued = await other.generate(request(max_tokens=20, completed=completed))
+        await other.close()
+        assert continued.token_ids == whole.token_ids
+        np.testing.assert_allclose(continued.logprobs, whole.logprobs, atol=1e-5)
+        assert continued.policy_versions == (3,) * cut + (4,) * (20 - cut)
+
+
+async def test_pause_stops_at_a_token_boundary_and_resume_changes_nothing(engine):
+    expected = await engine.generate(request("a", max_tokens=40))
+    task = asyncio.create_task(engine.generate(request("b", max_tokens=40)))
+    await until(lambda: engine.stats()["generated_tokens"] > 45)
+    await engine.pause()
+    tokens = engine.stats()["generated_tokens"]
+    await asyncio.sleep(0.05)
+    assert engine.stats()["generated_tokens"] == tokens
+    assert engine.stats()["running"] == 1 and not task.done()
+    late = asyncio.create_task(engine.generate(request("c", max_tokens=2)))
+    await asyncio.sleep(0.02)
+    assert not late.done()
+    await engine.resume()
+    assert (await task).token_ids == expected.token_ids
+    assert len((await late).token_ids) == 2
+
+
+async def test_weights_are_swapped_while_requests_run(engine):
+    task = asyncio.create_task(engine.generate(request(max_tokens=50)))
+    await until(lambda: engine.stats()["generated_tokens"] > 3)
+    other = make_policy()
+    other.reset_parameters(2)
+    await engine.load_weights({name: t.numpy() for name, t in other.state_dict().items()}, 7)
+    assert engine.version == 7
+    versions = (await task).policy_versions
+    assert set(versions) == {0, 7} and list(versions) == sorted(versions)
+    with pytest.raises(StateError, match="do not fit"):
+        await engine.load_weights({}, 8)
+    assert engine.version == 7
+
+
+async def test_a_swap_to_equal_weights_changes_no_token(engine):
+    expected = await engine.generate(request("a", max_tokens=50))
+    task = asyncio.create_task(engine.generate(request("b", max_tokens=50)))
+    state = {name: tensor.clone() for name, tensor in make_policy().state_dict().items()}
+    for version in range(1, 6):
+        await engine.load_weights(state, version)
+    completion = await task
+    assert completion.token_ids == expected.token_ids
+    assert completion.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+
+
+async def test_release_ends_a_running_request_with_what_it_has(engine):
+    task = asyncio.create_task(engine.generate(request(max_tokens=50)))
+    await until(lambda: engine.stats()["generated_tokens"] > 3)
+    await engine.release("s")
+    completion = await task
+    assert completion.finish is FinishReason.ABORT
+    assert 3 < len(completion.token_ids) < 50
+    await engine.release("never seen")
+
+
+async def test_cancelling_a_call_frees_its_place(engine):
+    task = asyncio.create_task(engine.generate(request(max_tokens=60)))
+    await until(lambda: engine.stats()["running"] == 1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: engine.stats()["running"] == 0)
+    assert len((await engine.generate(request())).token_ids) == 12
+
+
+@pytest.mark.parametrize(
+    ("bad", "cause"),
+    [
+        (request(prompt=()), EmptyPromptError),
+        (request(prompt=[1] * 64), ContextOverflowError),
+        (request(completed=Completion((1,), (), ())), None),
+        (request(completed=Completion((2**40,), (0.0,), (0,))), None),
+    ],
+)
+async def test_a_request_at_fault_is_refused_and_the_others_go_on(engine, bad, cause):
+    good = asyncio.create_task(engine.generate(request("good")))
+    with pytest.raises(EngineError) as caught:
+        await engine.generate(bad)
+    assert isinstance(caught.value.__cause__, cause or ValueError)
+    assert len((await good).token_ids) == 12
+
+
+async def test_nan_weights_fail_requests_and_good_weights_serve_again(engine):
+    good = {name: tensor.clone() for name, tensor in make_policy().state_dict().items()}
+    await engine.load_weights({name: torch.full_like(t, torch.nan) for name, t in good.items()}, 1)
+    with pytest.raises(EngineError, match="NaN") as caught:
+        await engine.generate(request())
+    assert isinstance(caught.value.__cause__, NonFiniteLogitsError)
+    await engine.load_weights(good, 2)
+    assert (await engine.generate(request())).policy_versions == (2,) * 12
+
+
+async def test_close_ends_running_and_waiting_requests_and_the_thread():
+    engine = NativeEngine(make_policy(), max_requests=2, max_tokens=64)
+    tasks = [asyncio.create_task(engine.generate(request(f"s{i}", max_tokens=60))) for i in range(4)]
+    await until(lambda: engine.stats()["generated_tokens"] > 4)
+    await engine.close()
+    completions = await asyncio.gather(*tasks)
+    assert {completion.finish for completion in completions} == {FinishReason.ABORT}
+    assert [bool(completion.token_ids) for completion in completions] == [True, True, False, False]
+    assert engine_threads() == []
+    await engine.close()
+    with pytest.raises(EngineClosedError, match="make a new one"):
+        await engine.generate(request())
+    with pytest.raises(EngineClosedError):
+        await engine.pause()
+    await engine.release("s0")
+
+
+async def test_close_also_ends_an_engine_that_is_paused_or_was_never_used():
+    await NativeEngine(make_policy(), max_requests=2, max_tokens=64).close()
+    engine = NativeEngine(make_policy(), max_requests=2, max_tokens=64)
+    await engine.pause()
+    done = Completion((1, 2), (0.0, 0.0), (0, 0))
+    tasks = [
+        asyncio.create_task(engine.generate(request("a"))),
+        asyncio.create_task(engine.generate(request("b", max_tokens=2, completed=done))),
+    ]
+    await until(lambda: engine.stats()["waiting"] == 1)
+    await engine.close()
+    assert [(await task).finish for task in tasks] == [FinishReason.ABORT, FinishReason.LENGTH]
+
+
+async def test_an_error_in_the_loop_reaches_everyone_who_waits_and_later_calls():
+    engine = NativeEngine(make_policy(Breaking), max_requests=2, max_tokens=64)
+    tasks = [asyncio.create_task(engine.generate(request(f"s{i}", max_tokens=60))) for i in range(4)]
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        assert isinstance(result, EngineClosedError)
+        assert "device lost" in str(result) and isinstance(result.__cause__, RuntimeError)
+    with pytest.raises(EngineClosedError, match="device lost"):
+        await engine.generate(request())
+    with pytest.raises(EngineClosedError, match="device lost"):
+        await engine.release("s0")
+    await engine.close()
+    assert engine_threads() == []
+
+
+async def test_an_error_of_the_listener_is_an_error_of_the_loop():
+    def listen(frame):
+        raise OSError("disk full")
+
+    engine = NativeEngine(make_policy(), max_requests=2, max_tokens=64, on_step=listen)
+    with pytest.raises(EngineClosedError, match="disk full"):
+        await engine.generate(request())
+    await engine.close()
+
+
+async def test_an_idle_engine_uses_no_processor_time(engine):
+    await engine.generate(request())
+    thread = engine_threads()[0]
+    assert thread.ident is not None
+    clock = time.pthread_getcpuclockid(thread.ident)
+    before = time.clock_gettime(clock)
+    await asyncio.sleep(0.3)
+    assert time.clock_gettime(clock) - before < 0.01
+
+
+async def test_the_event_loop_is_woken_once_a_step_and_not_once_a_token(engine, monkeypatch):
+    loop, wakes = asyncio.get_running_loop(), []
+    original = loop.call_soon_threadsafe
+
+    def counted(*arguments, **options):
+        if threading.current_thread().name == "engine":
+            wakes.append(arguments)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+    await asyncio.gather(*(engine.generate(request(f"s{i}", max_tokens=10 + i % 2)) for i in range(8)))
+    assert len(wakes) <= 4
+
+
+def test_an_engine_whose_event_loop_is_gone_ends():
+    engine = NativeEngine(make_policy(), max_requests=2, max_tokens=64)
+
+    async def start():
+        task = asyncio.create_task(engine.generate(request(max_tokens=5)))
+        await until(lambda: engine.stats()["running"] == 1)
+        task.cancel()
+
+    asyncio.run(start())
+    deadline = time.monotonic() + 10
+    while engine_threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert engine_threads() == []
+    with pytest.raises(EngineError, match="one event loop"):
+        asyncio.run(engine.generate(request()))

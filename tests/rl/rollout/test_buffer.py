@@ -1,0 +1,153 @@
+import json
+
+import pytest
+
+from envs.types import (
+    Boundary,
+    FinishReason,
+    Message,
+    Missing,
+    Role,
+    Score,
+    Status,
+    StopReason,
+    Task,
+    Trajectory,
+    TrajectoryKey,
+    Turn,
+)
+from rl.rollout.buffer import Buffer, BufferError
+from rl.rollout.config import RolloutConfig
+
+TASK = Task("t", (Message(Role.USER, "1+1"),), {"sum": 2})
+
+
+def trajectory(
+    group: int, index: int, reward: float | None = 1.0, versions: tuple[int, ...] = (0, 0), **parts: float
+) -> Trajectory:
+    turn = Turn(
+        (1,), (2,) * len(versions), (-0.5,) * len(versions), versions, FinishReason.STOP, Message("assistant")
+    )
+    score = Missing("sandbox died", Boundary.SANDBOX) if reward is None else Score(reward, parts)
+    return Trajectory(
+        TrajectoryKey("t", 50, "loop", group, index), ((turn,),), Status.FINISHED, StopReason.ANSWER, score
+    )
+
+
+def buffer(size: int = 2, groups: int = 3, **settings: object) -> Buffer:
+    made = Buffer(RolloutConfig(**{"groups_per_step": 1, **settings}))  # type: ignore[arg-type]
+    for group in range(groups):
+        made.open(group, TASK, 50, "loop", size)
+    return made
+
+
+def ids(made: Buffer, version: int = 0) -> list[int] | None:
+    batch = made.take(version)
+    return None if batch is None else [group.id for group in batch.groups]
+
+
+def test_groups_leave_in_completion_order_with_members_in_index_order() -> None:
+    b = buffer(groups_per_step=2)
+    b.add(trajectory(1, 1, 0.0))
+    b.add(trajectory(0, 0))
+    b.add(trajectory(1, 0))
+    assert b.take(0) is None
+    b.add(trajectory(0, 1, 0.0))
+    batch = b.take(0)
+    assert batch is not None
+    assert [group.id for group in batch.groups] == [1, 0]
+    assert [t.key.index for t in batch.groups[0].trajectories] == [0, 1]
+    assert (batch.sampled_tokens, batch.masked_tokens) == (8, 0)
+    assert b.take(0) is None
+
+
+def test_members_without_score_stay_visible_and_too_few_scored_ones_drop_the_group() -> None:
+    b = buffer(size=3)
+    for group, rewards in enumerate([(1.0, None, 0.0), (1.0, None, None)]):
+        for index, reward in enumerate(rewards):
+            b.add(trajectory(group, index, reward))
+    batch = b.take(0)
+    assert batch is not None
+    assert [isinstance(t.score, Missing) for t in batch.groups[0].trajectories] == [False, True, False]
+    assert batch.sampled_tokens == 4
+    assert [(drop.id, drop.reason) for drop in b.take_dropped()] == [(1, "too_few_valid")]
+    assert b.take_dropped() == []
+
+
+def test_seven_of_eight_members_failing_drops_the_group() -> None:
+    b = buffer(size=8, groups=1)
+    for index in range(8):
+        b.add(trajectory(0, index, 1.0 if index == 3 else None))
+    assert b.take(0) is None
+    assert b.counts["dropped.too_few_valid"] == 1
+
+
+def test_groups_without_variance_are_counted_and_dropped_only_when_asked() -> None:
+    for asked in (False, True):
+        b = buffer(drop_zero_variance=asked)
+        for group, rewards in enumerate([(1.0, 1.0), (0.0, 0.0), (1.0, 0.0)]):
+            for index, reward in enumerate(rewards):
+                b.add(trajectory(group, index, reward))
+        assert b.counts["zero_variance"] == 2
+        assert (b.counts["all_good"], b.counts["all_bad"], b.counts["mixed"]) == (1, 1, 1)
+        assert [drop.id for drop in b.take_dropped()] == ([0, 1] if asked else [])
+
+
+def test_the_filter_looks_at_the_outcome_not_at_the_length_penalty() -> None:
+    b = buffer(drop_zero_variance=True)
+    b.add(trajectory(0, 0, 0.9, outcome=1.0, length=-0.1))
+    b.add(trajectory(0, 1, 0.8, outcome=1.0, length=-0.2))
+    assert [drop.reason for drop in b.take_dropped()] == ["zero_variance"]
+
+
+def test_too_old_tokens_are_masked_and_a_group_without_fresh_ones_is_dropped() -> None:
+    b = buffer(staleness=1)
+    b.add(trajectory(0, 0, versions=(2, 3, 4)))
+    b.add(trajectory(0, 1, 0.0, versions=(4, 4, 4)))
+    b.add(trajectory(1, 0, versions=(1, 2)))
+    b.add(trajectory(1, 1, 0.0, versions=(2, 2)))
+    batch = b.take(4)
+    assert batch is not None
+    assert (batch.min_version, batch.masked_tokens, batch.sampled_tokens) == (3, 1, 6)
+    assert [(drop.id, drop.reason) for drop in b.take_dropped()] == [(1, "stale")]
+
+
+def test_any_too_old_token_drops_the_group_when_asked() -> None:
+    b = buffer(staleness=1, stale="drop")
+    b.add(trajectory(0, 0, versions=(2, 3, 4)))
+    b.add(trajectory(0, 1, 0.0, versions=(4, 4, 4)))
+    assert b.take(4) is None
+    assert b.counts["dropped.stale"] == 1
+
+
+def test_old_tokens_of_unscored_members_do_not_count() -> None:
+    b = buffer(size=3, staleness=0, stale="drop")
+    for index, (reward, version) in enumerate([(1.0, 5), (0.0, 5), (None, 1)]):
+        b.add(trajectory(0, index, reward, versions=(version,)))
+    assert ids(b, 5) == [0]
+
+
+def test_unannounced_and_doubled_members_are_refused() -> None:
+    b = buffer()
+    b.add(trajectory(0, 0))
+    for wrong in (trajectory(0, 0), trajectory(0, 2), trajectory(9, 0)):
+        with pytest.raises(BufferError, match="is not expected"):
+            b.add(wrong)
+
+
+def test_state_comes_back_through_json() -> None:
+    b = buffer(groups_per_step=1, drop_zero_variance=True)
+    for index, reward in enumerate([1.0, 0.0]):
+        b.add(trajectory(0, index, reward))
+    for index in range(2):
+        b.add(trajectory(1, index))
+    b.add(trajectory(2, 1, None))
+    state = json.loads(json.dumps(b.state_dict()))
+    back = buffer(groups=0, groups_per_step=1, drop_zero_variance=True)
+    back.load_state_dict(state)
+    back.open(2, TASK, 50, "loop", 2)
+    assert back.state_dict() == b.state_dict()
+    assert ids(back) == [0]
+    assert [drop.id for drop in back.take_dropped()] == [1]
+    back.add(trajectory(2, 0))
+    assert [drop.reason for drop in back.take_dropped()] == ["too_few_valid"]
