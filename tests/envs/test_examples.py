@@ -4,6 +4,7 @@ import itertools
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,11 @@ import envs
 from envs.check import check_environment
 from envs.play import play, say, script
 from envs.registry import ENVIRONMENTS
+from envs.types import ToolCall
 
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(
-    r"^```python\n(.*?)^```", (ROOT / "docs/environments.md").read_text(), re.MULTILINE | re.DOTALL
-)
+PAGE = (ROOT / "docs/environments.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +54,17 @@ async def test_the_example_with_a_stateful_tool_is_sound():
     assert report.passed, str(report)
     shown = itertools.islice(env.demonstrations("train", 0), 5)
     assert all(messages[-1].content == task.gold for task, messages in shown)
+
+
+async def test_the_stateful_example_is_played_in_a_sandbox(box):
+    env = envs.load(str(ROOT / "examples/notes.py"))
+    task, (call, _, answer) = next(env.demonstrations("train", 0))
+    played = await play(env, task, script(call, answer), sandbox=box)
+    assert played.turns[0].observations[0].content == task.gold
+    assert played.score.value == 1.0 and played.score.parts == {"right": 1.0, "used_tool": 1.0}
+    lost = replace(call, tool_calls=(ToolCall("shell", {"command": "cat nobody"}),))
+    played = await play(env, task, script(lost, say("7")), sandbox=box)
+    assert "failed" in played.turns[0].observations[0].content and played.score.value == 0.0
 
 
 async def test_an_example_is_played_by_a_script():
