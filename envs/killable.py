@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -93,7 +93,8 @@ async def call_killable(function: Callable[..., Any], arguments: Sequence[Any], 
     reference = Reference.of(function)
     if reference is None:
         return await asyncio.wrap_future(_call_in_thread(function, arguments, timeout_s))
-    return await asyncio.to_thread(call_blocking, reference, arguments, timeout_s)
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_callers, call_blocking, reference, arguments, timeout_s)
 
 
 def call_blocking(reference: Reference, arguments: Sequence[Any], timeout_s: float) -> Any:
@@ -168,6 +169,7 @@ class _Helper:
         return data
 
 
+_callers = ThreadPoolExecutor(2 * (os.cpu_count() or 1) + 2, thread_name_prefix="verifier")
 _idle: list[_Helper] = []
 _lock = threading.Lock()
 

@@ -97,6 +97,12 @@ async def test_tasks_without_gold_are_found():
     assert "t0 has no gold answer" in (await failures(env))["gold"]
 
 
+async def test_a_gold_answer_that_the_verifier_cannot_read_is_found():
+    env = define(lambda split, seed: (task(i, gold="see solution") for i in range(3)))
+    found = await failures(env, judge=rewards.load("math"))
+    assert "no verdict on 'see solution'" in found["gold scores full marks"]
+
+
 async def test_tasks_that_fail_are_reported_with_their_error():
     def broken(split, seed):
         yield 1 / 0

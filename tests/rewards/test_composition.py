@@ -15,6 +15,7 @@ from envs.plugins import BrokenPluginError, UnknownNameError, UnknownOptionError
 from envs.scoring import Part, judge
 from envs.types import Boundary, FinishReason, Message, Missing, Score, ToolCall
 from rewards import PartConfig, compose, load
+from sandbox.errors import LostError
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +111,37 @@ async def test_a_function_that_no_other_process_can_import_is_bounded_too(task, 
     failed = await one(lambda task, trajectory: 1 / 0, task, answered("42"))
     assert isinstance(failed, Missing) and "ZeroDivisionError" in failed.reason
     await asyncio.sleep(0.6)
+
+
+async def test_a_sandbox_at_fault_is_named_as_the_boundary(task, answered):
+    async def lost(task, trajectory):
+        raise LostError("the node is gone")
+
+    verdict = await one(lost, task, answered("42"))
+    assert verdict == Missing("part: LostError: the node is gone", Boundary.SANDBOX)
+
+
+def test_environments_and_rewards_need_nothing_but_the_standard_library():
+    heavy = [
+        "numpy",
+        "torch",
+        "ray",
+        "triton",
+        "pydantic",
+        "aiohttp",
+        "docker",
+        "sympy",
+        "reasoning_gym",
+        "rl",
+        "model",
+    ]
+    source = (
+        "import sys, envs, rewards, envs.check, envs.template, rewards.length\n"
+        "[envs.load(name) for name in ('calc', 'recall', 'sort', 'probe')]; rewards.load('math')\n"
+        f"found = [name for name in {heavy} if name in sys.modules]; assert not found, found\n"
+    )
+    environment = {"PYTHONPATH": str(Path(killable.__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", source], env=environment, check=True)
 
 
 async def test_cancelling_is_not_taken_for_a_failed_part(task, answered):
