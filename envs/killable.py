@@ -101,7 +101,7 @@ def call_blocking(reference: Reference, arguments: Sequence[Any], timeout_s: flo
     """The blocking form of `call_killable`; may be called from any thread."""
     helper = _take()
     try:
-        ok, value = helper.call((reference, tuple(arguments), timeout_s), timeout_s)
+        ok, value = helper.call((tuple(sys.path), reference, tuple(arguments), timeout_s), timeout_s)
     except BaseException:
         helper.kill()
         raise
@@ -232,7 +232,7 @@ def serve() -> None:
     _limit_memory()
     _send(sink, "ready")
     while header := source.read(_HEADER.size):
-        reference, arguments, timeout_s = pickle.loads(source.read(_HEADER.unpack(header)[0]))
+        sys.path[:], reference, arguments, timeout_s = pickle.loads(source.read(_HEADER.unpack(header)[0]))
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, timeout_s + 1.0)
         answer = _answer(reference, arguments)
