@@ -78,7 +78,9 @@ def config_groups() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for folder in resources.files("conf").iterdir():
         if folder.is_dir() and not folder.name.startswith("_"):
-            options = sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
+            options = sorted(
+                f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml")
+            )
             if options:
                 found[folder.name] = options
     return found
@@ -137,7 +139,9 @@ def _unknown(path: str, names: Sequence[str]) -> str:
 def nearest(path: str, names: Sequence[str]) -> str:
     """Returns the name closest to `path`, or the empty string; a right last part counts as close."""
     leaf = path.rsplit(".", 1)[-1]
-    same_leaf = [name for name in names if difflib.SequenceMatcher(None, name.rsplit(".", 1)[-1], leaf).ratio() > 0.8]
+    same_leaf = [
+        name for name in names if difflib.SequenceMatcher(None, name.rsplit(".", 1)[-1], leaf).ratio() > 0.8
+    ]
     close = difflib.get_close_matches(path, same_leaf or names, n=1, cutoff=0.5)
     return close[0] if close else (same_leaf[0] if same_leaf else "")
 

@@ -38,7 +38,6 @@ class Model(Section):
 
     preset: str = "nano"
     path: str = ""
-    fake_quant: bool = True
 
 
 class Env(Section):
@@ -150,6 +149,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"engine.max_completion_tokens={self.engine.max_completion_tokens} leaves no room for a prompt in "
                 f"engine.max_tokens={self.engine.max_tokens}; make the second larger"
+            )
+        if self.trainer.temperature != self.engine.temperature:
+            raise ValueError(
+                f"trainer.temperature={self.trainer.temperature} and engine.temperature={self.engine.temperature} "
+                "differ: the trainer would compare with another distribution; set both to the same value"
             )
         if self.run.resume and self.run.clean:
             raise ValueError("run.resume and run.clean exclude each other; give one of them")

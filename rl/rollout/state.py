@@ -11,11 +11,12 @@ import json
 import struct
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 
-from envs.types import FinishReason, Message, Trajectory
+from envs.types import FinishReason, Message, Trajectory, Turn
 from rl.engines.base import Completion
 from rl.rollout import codec
 from rl.rollout.assignment import Assignment
@@ -51,6 +52,20 @@ class LoggedSample:
 
     assignment: Assignment
     turns: tuple[LoggedTurn, ...]
+
+
+AnyTurn = TypeVar("AnyTurn", Turn, "LoggedTurn")
+
+
+def up_to_version(turns: tuple[AnyTurn, ...], version: int) -> tuple[AnyTurn, ...]:
+    """The turns, with tokens of policies newer than `version` counted as of `version`.
+
+    After a resume from an older checkpoint the newer weights are lost, but not what they sampled: the tokens'
+    log-probabilities stay those of the policy that sampled them, which is what a loss needs.
+    """
+    return tuple(
+        replace(turn, policy_versions=tuple(min(v, version) for v in turn.policy_versions)) for turn in turns
+    )
 
 
 @dataclass(frozen=True, slots=True)
