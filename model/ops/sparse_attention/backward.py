@@ -60,7 +60,7 @@ def _query_gradient(
     for n in tl.range(0, COLUMNS, BLOCK):
         column = n + tl.arange(0, BLOCK)
         i = key_rows(indices, first_row, last_row, entries, token, column, KEYS, MAIN, WINDOW)
-        kv = operand(tl.load(table + tl.maximum(i, 0).to(tl.int64)[:, None] * D + d[None, :]))
+        kv = operand(tl.load(table + tl.maximum(i, 0)[:, None] * D + d[None, :]))
         if flag > 0:
             s = tl.dot(q, tl.trans(kv))
             dp = tl.dot(do, tl.trans(kv))

@@ -56,7 +56,7 @@ def _forward(
     MAIN: tl.constexpr = (KEYS + BLOCK - 1) // BLOCK * BLOCK
     for n in tl.range(0, MAIN + WINDOW, BLOCK):
         i = key_rows(indices, first_row, last_row, entries, token, n + tl.arange(0, BLOCK), KEYS, MAIN, WINDOW)
-        kv = operand(tl.load(table + tl.maximum(i, 0).to(tl.int64)[:, None] * D + d[None, :]))
+        kv = operand(tl.load(table + tl.maximum(i, 0)[:, None] * D + d[None, :]))
         if BRANCHED:
             s = branched_dot(q, tl.trans(kv), flag)
         else:
@@ -94,6 +94,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Output [T, H, D] and log-sum-exp [T, H] over `table` = entries followed by window rows."""
     count, heads, channels = query.shape
+    assert table.numel() < 2**31, f"row offsets are 32 bits: {len(table)} rows of {channels} are too many for one call"
     out = torch.empty_like(query)
     lse = query.new_empty((count, heads), dtype=torch.float32)
     block_h = min(heads, 64)
