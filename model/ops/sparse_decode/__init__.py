@@ -7,7 +7,7 @@ kernel saves both the copy and the memory.
 from torch import Tensor
 
 from model.ops.dispatch import use_kernel
-from model.ops.records import head_dim
+from model.ops.records import channels
 from model.ops.sparse_decode import reference
 
 __all__ = ["sparse_decode"]
@@ -42,8 +42,8 @@ def sparse_decode(
     Returns:
         [B, H, D] in the dtype of `query`.
     """
-    rows, heads, channels = query.shape
-    if head_dim(records, "main") != channels or head_dim(window, "window") != channels or sink.shape != (heads,):
+    rows, heads, width = query.shape
+    if channels(records, "main") != width or channels(window, "window") != width or sink.shape != (heads,):
         raise ValueError(
             f"query is {tuple(query.shape)}; records {tuple(records.shape)}, window {tuple(window.shape)} and sink "
             f"{tuple(sink.shape)} must be for the same head width and number of heads"

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from model.ops.records import unpack_main, unpack_window
+from model.ops.records import unpack
 from model.ops.sparse_attention.reference import attend
 
 
@@ -19,7 +19,10 @@ def decode(
 ) -> Tensor:
     """See `model.ops.sparse_decode.sparse_decode`."""
     keys = torch.cat(
-        [unpack_main(records[indices.clamp(min=0).long()]), unpack_window(window[window_indices.clamp(min=0).long()])],
+        [
+            unpack("main", records[indices.clamp(min=0).long()]),
+            unpack("window", window[window_indices.clamp(min=0).long()]),
+        ],
         1,
     )
     visible = torch.cat([indices, window_indices], 1) >= 0
