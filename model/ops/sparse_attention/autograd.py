@@ -8,7 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from model.ops.sparse_attention.backward import Saved, backward
 from model.ops.sparse_attention.inverse import InverseIndex
-from model.ops.sparse_attention.triton import forward
+from model.ops.sparse_attention.triton import KeyRows, forward, joint_rows
 
 
 class SparseAttention(torch.autograd.Function):
@@ -33,19 +33,12 @@ class SparseAttention(torch.autograd.Function):
         """Run the kernel over one table of entries and window rows."""
         table = torch.cat([entries.to(query.dtype), window.to(query.dtype)])
         query, indices = query.contiguous(), indices.contiguous()
-        out, lse = forward(
-            query,
-            table,
-            indices,
-            first,
-            last,
-            sink,
-            scale=scale,
-            window_size=window_size,
-            entries=len(entries),
-            exact=exact,
+        keys = joint_rows(
+            indices, first, last, entries=len(entries), window_size=window_size, width=query.shape[2]
         )
-        ctx.save_for_backward(query, table, indices, first, last, sink, out, lse)
+        out, lse = forward(query, table, keys, sink, scale=scale, exact=exact)
+        ctx.save_for_backward(query, table, indices, keys.rows, sink, out, lse)
+        ctx.layout = keys.main, keys.block
         ctx.constants = scale, window_size, len(entries), inverse, training, entries.dtype, window.dtype
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -54,11 +47,12 @@ class SparseAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of query, entries, window and sink."""
-        query, table, indices, first, last, sink, out, lse = ctx.saved_tensors
+        query, table, indices, rows, sink, out, lse = ctx.saved_tensors
         scale, window_size, count, inverse, training, entries_dtype, window_dtype = ctx.constants
         if not training:
             raise ValueError("the gradient needs row t of the window to be query t's own: leave `last` out")
-        saved = Saved(query, table, indices, first, last, out, lse, scale, window_size, count)
+        keys = KeyRows(rows, *ctx.layout)
+        saved = Saved(query, table, keys, indices, out, lse, scale, window_size, count)
         grad_query, grad_table, delta = backward(saved, grad_out.contiguous(), inverse)
         grad_sink = -(torch.exp(sink - lse) * delta).sum(0)
         grad_entries = grad_table[:count].to(entries_dtype)

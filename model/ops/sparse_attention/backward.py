@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from model.ops.sparse_attention.inverse import CHUNK, InverseIndex, invert
-from model.ops.sparse_attention.triton import key_block, key_rows
+from model.ops.sparse_attention.triton import KeyRows
 from model.ops.tile import LAYOUT_FLAG, LOG2E, operand, round_bf16
 
 
@@ -21,9 +21,7 @@ from model.ops.tile import LAYOUT_FLAG, LOG2E, operand, round_bf16
 def _query_gradient(
     query,
     table,
-    indices,
-    first,
-    last,
+    rows,
     out,
     grad_out,
     lse,
@@ -32,10 +30,7 @@ def _query_gradient(
     grad_scores,
     delta,
     softmax_scale,
-    entries,
     flag,
-    KEYS: tl.constexpr,
-    WINDOW: tl.constexpr,
     COLUMNS: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -52,14 +47,11 @@ def _query_gradient(
     log_total = tl.load(lse + token * HEADS + h) * LOG2E
     dot_out = tl.sum(tl.load(out + tile).to(tl.float32) * do.to(tl.float32), 1)
     tl.store(delta + token * HEADS + h, dot_out)
-    first_row = tl.load(first + token)
-    last_row = tl.load(last + token)
     scale = softmax_scale * LOG2E
     dq = tl.zeros((BLOCK_H, D), tl.float32)
-    MAIN: tl.constexpr = (KEYS + BLOCK - 1) // BLOCK * BLOCK
     for n in tl.range(0, COLUMNS, BLOCK):
         column = n + tl.arange(0, BLOCK)
-        i = key_rows(indices, first_row, last_row, entries, token, column, KEYS, MAIN, WINDOW)
+        i = tl.load(rows + token * COLUMNS + column)
         kv = operand(tl.load(table + tl.maximum(i, 0)[:, None] * D + d[None, :]))
         if flag > 0:
             s = tl.dot(q, tl.trans(kv))
@@ -164,13 +156,12 @@ def _window_band(
 
 @dataclass(frozen=True)
 class Saved:
-    """What the forward keeps: see the arguments of `forward` in the module beside this one."""
+    """What the forward keeps: its arguments and results, the number of entries and the selection."""
 
     query: Tensor
     table: Tensor
+    keys: KeyRows
     indices: Tensor
-    first: Tensor
-    last: Tensor
     out: Tensor
     lse: Tensor
     scale: float
@@ -178,130 +169,68 @@ class Saved:
     entries: int
 
 
-@dataclass(frozen=True)
-class _Columns:
-    """Columns of a row of P and dS: the selected entries padded to whole tiles, then the window."""
-
-    block: int
-    main: int
-    total: int
-
-
-def _columns(saved: Saved) -> _Columns:
-    block = key_block(saved.query.shape[2])
-    main = triton.cdiv(saved.indices.shape[1], block) * block
-    return _Columns(block, main, main + triton.cdiv(saved.window_size, block) * block)
-
-
 def backward(saved: Saved, grad_out: Tensor, inverse: InverseIndex | None) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the query [T, H, D], of the table [E + T, D] fp32, and delta [T, H] = sum over D of out * grad_out."""
     count, heads, channels = saved.query.shape
-    columns = _columns(saved)
+    main, total = saved.keys.main, saved.keys.rows.shape[1]
     chunk = inverse.chunk if inverse is not None else CHUNK
     if inverse is None:
         inverse = invert(saved.indices, saved.entries, chunk)
     size = min(chunk, count)
     bf16 = saved.query.dtype
-    weights = saved.query.new_empty((2, size, heads, columns.total))
-    rows = torch.empty((size, columns.main, channels), dtype=bf16, device=grad_out.device)
+    weights = saved.query.new_empty((2, size, heads, total))
+    rows = torch.empty((size, main, channels), dtype=bf16, device=grad_out.device)
     grad_query = torch.empty_like(saved.query)
     grad_table = torch.zeros((len(saved.table), channels), dtype=torch.float32, device=grad_out.device)
     delta = torch.empty_like(saved.lse)
     for c, start in enumerate(range(0, count, chunk)):
         part = slice(start, min(start + chunk, count))
-        _launch_query(saved, grad_out, part, columns, grad_query, weights, delta)
-        if columns.main:
-            _launch_entries(saved, grad_out, part, columns, weights, rows)
-            _launch_gather(saved, columns, rows, inverse.pointers[c], inverse.slots[c], grad_table)
-        _launch_window(saved, grad_out, part, columns, weights, grad_table[saved.entries :])
+        _launch_query(saved, grad_out, part, grad_query, weights, delta)
+        if main:
+            _launch_entries(saved, grad_out, part, weights, rows)
+            _launch_gather(saved, rows, inverse.pointers[c], inverse.slots[c], grad_table)
+        _launch_window(saved, grad_out, part, weights, grad_table[saved.entries :])
     return grad_query, grad_table, delta
 
 
-def _launch_query(saved, grad_out, part, columns, grad_query, weights, delta) -> None:
+ 
+def _launch_query(
+    saved: Saved, grad_out: Tensor, part: slice, grad_query: Tensor, weights: Tensor, delta: Tensor
+) -> None:
     count, heads, channels = saved.query[part].shape
     block_h = min(heads, 64)
     _query_gradient[(count, heads // block_h)](
-        saved.query[part],
-        saved.table,
-        saved.indices[part],
-        saved.first[part],
-        saved.last[part],
-        saved.out[part],
-        grad_out[part],
-        saved.lse[part],
-        grad_query[part],
-        weights[0],
-        weights[1],
-        delta[part],
-        saved.scale,
-        saved.entries,
-        LAYOUT_FLAG,
-        KEYS=saved.indices.shape[1],
-        WINDOW=saved.window_size,
-        COLUMNS=columns.total,
-        HEADS=heads,
-        BLOCK_H=block_h,
-        D=channels,
-        BLOCK=columns.block,
-        num_warps=8,
-        num_stages=1,
-    )
+        saved.query[part], saved.table, saved.keys.rows[part], saved.out[part], grad_out[part], saved.lse[part],
+        grad_query[part], weights[0], weights[1], delta[part], saved.scale, LAYOUT_FLAG,
+        COLUMNS=saved.keys.rows.shape[1], HEADS=heads, BLOCK_H=block_h, D=channels, BLOCK=saved.keys.block,
+        num_warps=8, num_stages=1,
+    )  # fmt: skip
 
 
-def _launch_entries(saved, grad_out, part, columns, weights, rows) -> None:
+def _launch_entries(saved: Saved, grad_out: Tensor, part: slice, weights: Tensor, rows: Tensor) -> None:
     count, heads, channels = saved.query[part].shape
-    block = next(b for b in (128, 64, 32, 16) if columns.main % b == 0)
-    _entry_rows[(count, columns.main // block)](
-        saved.query[part],
-        grad_out[part],
-        weights[0],
-        weights[1],
-        rows,
-        MAIN=columns.main,
-        COLUMNS=columns.total,
-        HEADS=heads,
-        D=channels,
-        BLOCK=block,
-        BLOCK_D=min(64, channels),
-        num_warps=8,
-        num_stages=3,
-    )
+    main = saved.keys.main
+    block = next(b for b in (128, 64, 32, 16) if main % b == 0)
+    _entry_rows[(count, main // block)](
+        saved.query[part], grad_out[part], weights[0], weights[1], rows, MAIN=main,
+        COLUMNS=saved.keys.rows.shape[1], HEADS=heads, D=channels, BLOCK=block, BLOCK_D=min(64, channels),
+        num_warps=8, num_stages=3,
+    )  # fmt: skip
 
 
-def _launch_gather(saved, columns, rows, pointers, slots, grad_table) -> None:
+def _launch_gather(saved: Saved, rows: Tensor, pointers: Tensor, slots: Tensor, grad_table: Tensor) -> None:
     _gather_rows[(saved.entries,)](
-        rows,
-        pointers,
-        slots,
-        grad_table,
-        KEYS=saved.indices.shape[1],
-        MAIN=columns.main,
-        D=saved.query.shape[2],
-        BLOCK=32,
-        num_warps=4,
-    )
+        rows, pointers, slots, grad_table, KEYS=saved.indices.shape[1], MAIN=saved.keys.main,
+        D=saved.query.shape[2], BLOCK=32, num_warps=4,
+    )  # fmt: skip
 
 
-def _launch_window(saved, grad_out, part, columns, weights, grad_window) -> None:
+def _launch_window(saved: Saved, grad_out: Tensor, part: slice, weights: Tensor, grad_window: Tensor) -> None:
     _, heads, channels = saved.query.shape
     block, block_d = (64, min(128, channels)) if channels >= 64 else (16, channels)
     low = max(0, part.start - saved.window_size + 1) // block * block
     _window_band[(channels // block_d, triton.cdiv(part.stop - low, block))](
-        saved.query[part],
-        grad_out[part],
-        weights[0],
-        weights[1],
-        grad_window,
-        part.start,
-        part.stop,
-        low,
-        MAIN=columns.main,
-        WINDOW=saved.window_size,
-        COLUMNS=columns.total,
-        HEADS=heads,
-        D=channels,
-        BLOCK=block,
-        BLOCK_D=block_d,
-        num_warps=4,
-        num_stages=1,
-    )
+        saved.query[part], grad_out[part], weights[0], weights[1], grad_window, part.start, part.stop, low,
+        MAIN=saved.keys.main, WINDOW=saved.window_size, COLUMNS=saved.keys.rows.shape[1], HEADS=heads, D=channels,
+        BLOCK=block, BLOCK_D=block_d, num_warps=4, num_stages=1,
+    )  # fmt: skip

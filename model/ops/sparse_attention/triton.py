@@ -4,6 +4,8 @@ At head width 512 the accumulator of 64 rows fills the registers of two warpgrou
 no room for a second; see `model.ops.tile.branched_dot` for the layout.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -13,29 +15,56 @@ from model.ops.tile import LAYOUT_FLAG, LN2, LOG2E, MASKED, branched_dot, operan
 
 
 @triton.jit
-def key_rows(indices, first, last, entries, token, column, KEYS: tl.constexpr, MAIN: tl.constexpr, WINDOW: tl.constexpr):
-    """Rows of the joint table for key columns: MAIN >= KEYS columns of selected entries, then the window; -1 for none."""
+def _joint_rows(
+    indices, first, last, rows, entries, KEYS: tl.constexpr, MAIN: tl.constexpr, COLUMNS: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     chosen = tl.load(indices + token * KEYS + column, mask=column < KEYS, other=-1)
-    recent = last - (WINDOW - 1) + (column - MAIN)
-    recent = tl.where((recent >= first) & (recent <= last), entries + recent, -1)
-    return tl.where(column < MAIN, chosen, recent)
+    own = tl.load(last + token)
+    recent = own - (WINDOW - 1) + (column - MAIN)
+    recent = tl.where((recent >= tl.load(first + token)) & (recent <= own), entries + recent, -1)
+    tl.store(rows + token * COLUMNS + column, tl.where(column < MAIN, chosen, recent), mask=column < COLUMNS)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRows:
+    """Rows of the joint table (entries, then window) for each query: [T, total] int32, -1 for none.
+
+    The first `main` columns are the selected entries, padded to whole tiles of `block`; the window follows, oldest first.
+    """
+
+    rows: Tensor
+    main: int
+    block: int
+
+
+def joint_rows(indices: Tensor, first: Tensor, last: Tensor, *, entries: int, window_size: int, width: int) -> KeyRows:
+    """Lay out what each query attends to. A kernel that works it out inside its loop is 4 % slower."""
+    block = 64 if width >= 64 else 16
+    count, keys = indices.shape
+    main = triton.cdiv(keys, block) * block
+    total = main + triton.cdiv(window_size, block) * block
+    rows = torch.empty((count, total), dtype=torch.int32, device=indices.device)
+    _joint_rows[(count, triton.cdiv(total, 1024))](
+        indices, first, last, rows, entries, KEYS=keys, MAIN=main, COLUMNS=total, WINDOW=window_size, BLOCK=1024,
+        num_warps=4,
+    )  # fmt: skip
+    return KeyRows(rows, main, block)
 
 
 @triton.jit
 def _forward(
     query,
     table,
-    indices,
-    first,
-    last,
+    rows,
     sink,
     out,
     lse,
     softmax_scale,
-    entries,
     flag,
-    KEYS: tl.constexpr,
-    WINDOW: tl.constexpr,
+    COLUMNS: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     D: tl.constexpr,
@@ -47,15 +76,12 @@ def _forward(
     d = tl.arange(0, D)
     tile = token * HEADS * D + h[:, None] * D + d[None, :]
     q = operand(tl.load(query + tile))
-    first_row = tl.load(first + token)
-    last_row = tl.load(last + token)
     scale = softmax_scale * LOG2E
     acc = tl.zeros((BLOCK_H, D), tl.float32)
     top = tl.load(sink + h) * (1.0 / softmax_scale)
     total = tl.full((BLOCK_H,), 1.0, tl.float32)
-    MAIN: tl.constexpr = (KEYS + BLOCK - 1) // BLOCK * BLOCK
-    for n in tl.range(0, MAIN + WINDOW, BLOCK):
-        i = key_rows(indices, first_row, last_row, entries, token, n + tl.arange(0, BLOCK), KEYS, MAIN, WINDOW)
+    for n in tl.range(0, COLUMNS, BLOCK):
+        i = tl.load(rows + token * COLUMNS + n + tl.arange(0, BLOCK))
         kv = operand(tl.load(table + tl.maximum(i, 0)[:, None] * D + d[None, :]))
         if BRANCHED:
             s = branched_dot(q, tl.trans(kv), flag)
@@ -72,52 +98,17 @@ def _forward(
     tl.store(lse + token * HEADS + h, (top * scale + tl.log2(total)) * LN2)
 
 
-def key_block(channels: int) -> int:
-    """Keys a step: 64 fills the tensor cores and just fits shared memory at 512 channels."""
-    return 64 if channels >= 64 else 16
-
-
 def forward(
-    query: Tensor,
-    table: Tensor,
-    indices: Tensor,
-    first: Tensor,
-    last: Tensor,
-    sink: Tensor,
-    *,
-    scale: float,
-    window_size: int,
-    entries: int,
-    exact: bool = False,
-    block: int | None = None,
-    stages: int = 3,
+    query: Tensor, table: Tensor, keys: KeyRows, sink: Tensor, *, scale: float, exact: bool = False, stages: int = 3
 ) -> tuple[Tensor, Tensor]:
     """Output [T, H, D] and log-sum-exp [T, H] over `table` = entries followed by window rows."""
     count, heads, channels = query.shape
     assert table.numel() < 2**31, f"row offsets are 32 bits: {len(table)} rows of {channels} are too many for one call"
     out = torch.empty_like(query)
-    lse = query.new_empty((count, heads), dtype=torch.float32)
+    lse = torch.empty((count, heads), dtype=torch.float32, device=query.device)
     block_h = min(heads, 64)
     _forward[(count, heads // block_h)](
-        query,
-        table,
-        indices,
-        first,
-        last,
-        sink,
-        out,
-        lse,
-        scale,
-        entries,
-        LAYOUT_FLAG,
-        KEYS=indices.shape[1],
-        WINDOW=window_size,
-        HEADS=heads,
-        BLOCK_H=block_h,
-        D=channels,
-        BLOCK=block or key_block(channels),
-        BRANCHED=not exact,
-        num_warps=8,
-        num_stages=stages,
-    )
+        query, table, keys.rows, sink, out, lse, scale, LAYOUT_FLAG, COLUMNS=keys.rows.shape[1], HEADS=heads,
+        BLOCK_H=block_h, D=channels, BLOCK=keys.block, BRANCHED=not exact, num_warps=8, num_stages=stages,
+    )  # fmt: skip
     return out, lse
