@@ -46,7 +46,7 @@ def hyper_boundary(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `model.ops.hyper_boundary.hyper_boundary`."""
-    a, c, mix = coefficient.split([STREAMS, STREAMS, STREAMS * STREAMS], 1)
+    a, c, mix = coefficient.float().split([STREAMS, STREAMS, STREAMS * STREAMS], 1)
     mixed = torch.einsum("tio,tid->tod", mix.unflatten(1, (STREAMS, STREAMS)), streams.float())
     updated = (c[:, :, None] * branch.float()[:, None] + mixed).to(streams.dtype)
     x = torch.einsum("ts,tsd->td", a, updated.float()).to(streams.dtype).float()

@@ -117,11 +117,12 @@ def coefficients(streams: Tensor, projection: Tensor, base: Tensor, scale: Tenso
     """Coefficients [T, 24] fp32 of streams [T, 4, d], with a projection from `split_projection`."""
     count = len(streams)
     depth = streams[0].numel()
+    step = min(128, depth & -depth)
     out = torch.empty((count, 24), dtype=torch.float32, device=streams.device)
     logits = torch.empty((count, _LOGITS), dtype=torch.float32, device=streams.device)
     block = 64
     _coefficients[(triton.cdiv(count, block),)](
-        streams, projection, base, scale, logits, out, count, K=depth, BLOCK=block, DEPTH=min(128, depth), num_warps=4,
+        streams, projection, base, scale, logits, out, count, K=depth, BLOCK=block, DEPTH=step, num_warps=4,
         num_stages=4,
     )  # fmt: skip
     return out

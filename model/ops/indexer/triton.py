@@ -29,32 +29,40 @@ def _scores(
     QUERIES: tl.constexpr,
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     t = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
     r = tl.program_id(1) * QUERIES * HEADS + tl.arange(0, QUERIES * HEADS)
     d = tl.arange(0, D)
-    inside = r < count * HEADS
-    q = operand(tl.load(query + r[:, None] * D + d[None, :], mask=inside[:, None], other=0.0))
-    w = tl.load(weights + r, mask=inside, other=0.0)
+    if WHOLE:
+        q = operand(tl.load(query + r[:, None] * D + d[None, :]))
+        w = tl.load(weights + r)
+    else:
+        q = operand(tl.load(query + r[:, None] * D + d[None, :], mask=(r < count * HEADS)[:, None], other=0.0))
+        w = tl.load(weights + r, mask=r < count * HEADS, other=0.0)
     start = tl.program_id(0) * TILES * BLOCK
     begin = tl.min(tl.load(begins + t, mask=t < count, other=width), 0) // BLOCK * BLOCK
     end = tl.max(tl.load(ends + t, mask=t < count, other=0), 0)
     for n0 in tl.range(tl.maximum(start, begin), tl.minimum(start + TILES * BLOCK, end), BLOCK):
         n = n0 + tl.arange(0, BLOCK)
-        k = operand(tl.load(keys + n[:, None] * D + d[None, :], mask=(n < width)[:, None], other=0.0))
+        if WHOLE:
+            k = operand(tl.load(keys + n[:, None] * D + d[None, :]))
+        else:
+            k = operand(tl.load(keys + n[:, None] * D + d[None, :], mask=(n < width)[:, None], other=0.0))
         s = tl.maximum(tl.dot(k, tl.trans(q)), 0.0) * w[None, :]
         total = tl.sum(tl.reshape(s, (BLOCK, QUERIES, HEADS)), 2)
-        tl.store(
-            scores + t.to(tl.int64)[None, :] * width + n[:, None],
-            total,
-            mask=(t < count)[None, :] & (n < width)[:, None],
-        )
+        target = scores + t.to(tl.int64)[None, :] * width + n[:, None]
+        if WHOLE:
+            tl.store(target, total)
+        else:
+            tl.store(target, total, mask=(t < count)[None, :] & (n < width)[:, None])
 
 
 def index_scores(
     query: Tensor, keys: Tensor, weights: Tensor, *, begins: Tensor, ends: Tensor, out: Tensor | None = None
 ) -> Tensor:
     """Scores [T, S] fp32; tiles that none of their queries sees are left unwritten."""
+    assert keys.numel() < 2**31, f"row offsets are 32 bits: {len(keys)} keys are too many for one call"
     count, heads, channels = query.shape
     width = len(keys)
     if out is None:
@@ -75,6 +83,7 @@ def index_scores(
         QUERIES=queries,
         BLOCK=_KEYS,
         TILES=_TILES,
+        WHOLE=count % queries == 0 and width % _KEYS == 0,
         num_warps=4,
         num_stages=3,
     )

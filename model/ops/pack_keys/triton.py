@@ -8,6 +8,9 @@ from torch import Tensor
 from model.ops.records import record_bytes
 from model.ops.tile import round_bf16
 
+# Groups a program packs, and its warps.
+BLOCK, WARPS = 4, 4
+
 
 @triton.jit
 def _pooled(values, gates, row, c, inside, RATIO: tl.constexpr, D: tl.constexpr):
@@ -79,11 +82,11 @@ def _pack(
         x = round_bf16(x * factor * tl.load(norm + c).to(tl.float32)).to(tl.float32)
     tl.store(latent + e.to(tl.int64)[:, None] * D + c, x.to(latent.dtype.element_ty), mask=inside)
     if ROTATED > 0:
-        partner = _pooled(values, gates, row, c ^ 1, inside, RATIO, D)
+        turned = inside & (c >= D - ROTATED)
+        partner = _pooled(values, gates, row, c ^ 1, turned, RATIO, D)
         if HAS_NORM:
             partner = round_bf16(partner * factor * tl.load(norm + (c ^ 1)).to(tl.float32)).to(tl.float32)
         pair = (c - (D - ROTATED)) // 2
-        turned = inside & (c >= D - ROTATED)
         at = e[:, None] * (ROTATED // 2) + pair
         cos = tl.load(cosine + at, mask=turned, other=1.0)
         sin = tl.load(sine + at, mask=turned, other=0.0)
@@ -134,10 +137,10 @@ def pack_keys(
     latent = torch.empty((count, width), dtype=torch.bfloat16, device=values.device)
     records = torch.empty((count, size), dtype=torch.uint8, device=values.device)
     cosine, sine = (values, values) if rope is None else (x.contiguous() for x in rope)
-    block = 4
+    block = BLOCK
     _pack[(triton.cdiv(count, block),)](
         values, gates, starts, values if norm is None else norm, cosine, sine, latent, records, count, eps,
         RATIO=ratio, D=width, ROTATED=0 if rope is None else 2 * cosine.shape[1], HAS_NORM=norm is not None, KIND=kind,
-        BYTES=size, BLOCK=block, num_warps=4,
+        BYTES=size, BLOCK=block, num_warps=WARPS,
     )  # fmt: skip
     return latent, records

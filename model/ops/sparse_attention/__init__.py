@@ -38,7 +38,7 @@ def sparse_attention(
     Args:
         query: [T, H, D].
         entries: [E, D] compressed keys, also the values.
-        indices: [T, K] int32 rows of `entries`, distinct in a row, -1 for none.
+        indices: [T, K] int32 rows of `entries`, distinct in a row, padded with -1 at the end.
         window: [S, D] keys of the sliding window, also the values.
         first: [T] int32, first visible window row (the start of the query's sequence).
         sink: [H] fp32 logits.

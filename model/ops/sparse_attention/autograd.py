@@ -37,7 +37,7 @@ class SparseAttention(torch.autograd.Function):
             indices, first, last, entries=len(entries), window_size=window_size, width=query.shape[2]
         )
         out, lse = forward(query, table, keys, sink, scale=scale, exact=exact)
-        ctx.save_for_backward(query, table, indices, keys.rows, sink, out, lse)
+        ctx.save_for_backward(query, table, indices, keys.rows, keys.counts, sink, out, lse)
         ctx.layout = keys.main, keys.block
         ctx.constants = scale, window_size, len(entries), inverse, training, entries.dtype, window.dtype
         ctx.mark_non_differentiable(lse)
@@ -47,11 +47,11 @@ class SparseAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of query, entries, window and sink."""
-        query, table, indices, rows, sink, out, lse = ctx.saved_tensors
+        query, table, indices, rows, counts, sink, out, lse = ctx.saved_tensors
         scale, window_size, count, inverse, training, entries_dtype, window_dtype = ctx.constants
         if not training:
             raise ValueError("the gradient needs row t of the window to be query t's own: leave `last` out")
-        keys = KeyRows(rows, *ctx.layout)
+        keys = KeyRows(rows, counts, *ctx.layout)
         saved = Saved(query, table, keys, indices, out, lse, scale, window_size, count)
         grad_query, grad_table, delta = backward(saved, grad_out.contiguous(), inverse)
         grad_sink = -(torch.exp(sink - lse) * delta).sum(0)

@@ -22,6 +22,7 @@ def _query_gradient(
     query,
     table,
     rows,
+    counts,
     out,
     grad_out,
     lse,
@@ -31,6 +32,7 @@ def _query_gradient(
     delta,
     softmax_scale,
     flag,
+    MAIN: tl.constexpr,
     COLUMNS: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -47,6 +49,8 @@ def _query_gradient(
     log_total = tl.load(lse + token * HEADS + h) * LOG2E
     dot_out = tl.sum(tl.load(out + tile).to(tl.float32) * do.to(tl.float32), 1)
     tl.store(delta + token * HEADS + h, dot_out)
+    chosen = tl.load(counts + token * 2)
+    recent = MAIN + tl.load(counts + token * 2 + 1)
     scale = softmax_scale * LOG2E
     dq = tl.zeros((BLOCK_H, D), tl.float32)
     for n in tl.range(0, COLUMNS, BLOCK):
@@ -59,7 +63,8 @@ def _query_gradient(
         else:
             s = tl.dot(q, tl.trans(kv)) * 2.0
             dp = tl.dot(do, tl.trans(kv)) * 2.0
-        p = tl.where((i >= 0)[None, :], tl.exp2(s * scale - log_total[:, None]), 0.0)
+        visible = column < tl.where(n < MAIN, chosen, recent)
+        p = tl.where(visible[None, :], tl.exp2(s * scale - log_total[:, None]), 0.0)
         ds = round_bf16(p * (dp - dot_out[:, None]) * softmax_scale)
         pair = token * HEADS * COLUMNS + h[:, None] * COLUMNS + column[None, :]
         tl.store(weights + pair, round_bf16(p).to(weights.dtype.element_ty))
@@ -122,6 +127,7 @@ def _window_band(
     grad_out,
     weights,
     grad_scores,
+    counts,
     grad,
     start,
     stop,
@@ -142,9 +148,10 @@ def _window_band(
     target = grad + j.to(tl.int64)[:, None] * D + d[None, :]
     acc = tl.load(target, mask=(j < stop)[:, None], other=0.0)
     for t in tl.range(tl.maximum(begin, start), tl.minimum(begin + BLOCK + WINDOW - 1, stop)):
-        slot = j - t + WINDOW - 1
-        seen = (slot >= 0) & (slot < WINDOW)
         token = (t - start).to(tl.int64)
+        size = tl.load(counts + token * 2 + 1)
+        slot = j - t + size - 1
+        seen = (slot >= 0) & (slot < size)
         pair = token * HEADS * COLUMNS + h[:, None] * COLUMNS + MAIN + slot[None, :]
         p = operand(tl.load(weights + pair, mask=seen[None, :], other=0.0))
         ds = operand(tl.load(grad_scores + pair, mask=seen[None, :], other=0.0))
@@ -200,9 +207,9 @@ def _launch_query(
     count, heads, channels = saved.query[part].shape
     block_h = min(heads, 64)
     _query_gradient[(count, heads // block_h)](
-        saved.query[part], saved.table, saved.keys.rows[part], saved.out[part], grad_out[part], saved.lse[part],
-        grad_query[part], weights[0], weights[1], delta[part], saved.scale, LAYOUT_FLAG,
-        COLUMNS=saved.keys.rows.shape[1], HEADS=heads, BLOCK_H=block_h, D=channels, BLOCK=saved.keys.block,
+        saved.query[part], saved.table, saved.keys.rows[part], saved.keys.counts[part], saved.out[part],
+        grad_out[part], saved.lse[part], grad_query[part], weights[0], weights[1], delta[part], saved.scale,
+        LAYOUT_FLAG, MAIN=saved.keys.main, COLUMNS=saved.keys.rows.shape[1], HEADS=heads, BLOCK_H=block_h, D=channels, BLOCK=saved.keys.block,
         num_warps=8, num_stages=1,
     )  # fmt: skip
 
@@ -230,7 +237,7 @@ def _launch_window(saved: Saved, grad_out: Tensor, part: slice, weights: Tensor,
     block, block_d = (64, min(128, channels)) if channels >= 64 else (16, channels)
     low = max(0, part.start - saved.window_size + 1) // block * block
     _window_band[(channels // block_d, triton.cdiv(part.stop - low, block))](
-        saved.query[part], grad_out[part], weights[0], weights[1], grad_window, part.start, part.stop, low,
-        MAIN=saved.keys.main, WINDOW=saved.window_size, COLUMNS=saved.keys.rows.shape[1], HEADS=heads, D=channels,
+        saved.query[part], grad_out[part], weights[0], weights[1], saved.keys.counts[part], grad_window, part.start, part.stop,
+        low, MAIN=saved.keys.main, WINDOW=saved.window_size, COLUMNS=saved.keys.rows.shape[1], HEADS=heads, D=channels,
         BLOCK=block, BLOCK_D=block_d, num_warps=4, num_stages=1,
     )  # fmt: skip

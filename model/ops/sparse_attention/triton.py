@@ -16,16 +16,19 @@ from model.ops.tile import LAYOUT_FLAG, LN2, LOG2E, MASKED, branched_dot, operan
 
 @triton.jit
 def _joint_rows(
-    indices, first, last, rows, entries, KEYS: tl.constexpr, MAIN: tl.constexpr, COLUMNS: tl.constexpr,
+    indices, first, last, rows, counts, entries, KEYS: tl.constexpr, MAIN: tl.constexpr, COLUMNS: tl.constexpr,
     WINDOW: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.arange(0, BLOCK)
     chosen = tl.load(indices + token * KEYS + column, mask=column < KEYS, other=-1)
     own = tl.load(last + token)
-    recent = own - (WINDOW - 1) + (column - MAIN)
-    recent = tl.where((recent >= tl.load(first + token)) & (recent <= own), entries + recent, -1)
+    oldest = tl.maximum(tl.load(first + token), own - (WINDOW - 1))
+    recent = oldest + (column - MAIN)
+    recent = tl.where(recent <= own, entries + recent, -1)
     tl.store(rows + token * COLUMNS + column, tl.where(column < MAIN, chosen, recent), mask=column < COLUMNS)
+    tl.store(counts + token * 2, tl.sum((chosen >= 0).to(tl.int32), 0))
+    tl.store(counts + token * 2 + 1, own - oldest + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +36,11 @@ class KeyRows:
     """Rows of the joint table (entries, then window) for each query: [T, total] int32, -1 for none.
 
     The first `main` columns are the selected entries, padded to whole tiles of `block`; the window follows, oldest first.
+    `counts` [T, 2] says how many of each part are set, which stand first in it.
     """
 
     rows: Tensor
+    counts: Tensor
     main: int
     block: int
 
@@ -47,11 +52,12 @@ def joint_rows(indices: Tensor, first: Tensor, last: Tensor, *, entries: int, wi
     main = triton.cdiv(keys, block) * block
     total = main + triton.cdiv(window_size, block) * block
     rows = torch.empty((count, total), dtype=torch.int32, device=indices.device)
-    _joint_rows[(count, triton.cdiv(total, 1024))](
-        indices, first, last, rows, entries, KEYS=keys, MAIN=main, COLUMNS=total, WINDOW=window_size, BLOCK=1024,
-        num_warps=4,
+    counts = torch.empty((count, 2), dtype=torch.int32, device=indices.device)
+    _joint_rows[(count,)](
+        indices, first, last, rows, counts, entries, KEYS=keys, MAIN=main, COLUMNS=total, WINDOW=window_size,
+        BLOCK=triton.next_power_of_2(total), num_warps=4,
     )  # fmt: skip
-    return KeyRows(rows, main, block)
+    return KeyRows(rows, counts, main, block)
 
 
 @triton.jit
@@ -59,11 +65,13 @@ def _forward(
     query,
     table,
     rows,
+    counts,
     sink,
     out,
     lse,
     softmax_scale,
     flag,
+    MAIN: tl.constexpr,
     COLUMNS: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -76,18 +84,21 @@ def _forward(
     d = tl.arange(0, D)
     tile = token * HEADS * D + h[:, None] * D + d[None, :]
     q = operand(tl.load(query + tile))
+    chosen = tl.load(counts + token * 2)
+    recent = MAIN + tl.load(counts + token * 2 + 1)
     scale = softmax_scale * LOG2E
     acc = tl.zeros((BLOCK_H, D), tl.float32)
     top = tl.load(sink + h) * (1.0 / softmax_scale)
     total = tl.full((BLOCK_H,), 1.0, tl.float32)
     for n in tl.range(0, COLUMNS, BLOCK):
-        i = tl.load(rows + token * COLUMNS + n + tl.arange(0, BLOCK))
+        column = n + tl.arange(0, BLOCK)
+        i = tl.load(rows + token * COLUMNS + column)
         kv = operand(tl.load(table + tl.maximum(i, 0)[:, None] * D + d[None, :]))
         if BRANCHED:
             s = branched_dot(q, tl.trans(kv), flag)
         else:
             s = tl.dot(q, tl.trans(kv))
-        s = tl.where((i >= 0)[None, :], s, MASKED)
+        s = tl.where((column < tl.where(n < MAIN, chosen, recent))[None, :], s, MASKED)
         raised = tl.maximum(top, tl.max(s, 1))
         decay = tl.exp2((top - raised) * scale)
         top = raised
@@ -108,7 +119,7 @@ def forward(
     lse = torch.empty((count, heads), dtype=torch.float32, device=query.device)
     block_h = min(heads, 64)
     _forward[(count, heads // block_h)](
-        query, table, keys.rows, sink, out, lse, scale, LAYOUT_FLAG, COLUMNS=keys.rows.shape[1], HEADS=heads,
-        BLOCK_H=block_h, D=channels, BLOCK=keys.block, BRANCHED=not exact, num_warps=8, num_stages=stages,
+        query, table, keys.rows, keys.counts, sink, out, lse, scale, LAYOUT_FLAG, MAIN=keys.main,
+        COLUMNS=keys.rows.shape[1], HEADS=heads, BLOCK_H=block_h, D=channels, BLOCK=keys.block, BRANCHED=not exact, num_warps=8, num_stages=stages,
     )  # fmt: skip
     return out, lse

@@ -31,13 +31,13 @@ def sparse_decode(
     Args:
         query: [B, H, D].
         records: [E, 9 D / 16] uint8, main records of every sequence (`model.ops.records`).
-        indices: [B, K] int32 rows of `records`, -1 for none.
+        indices: [B, K] int32 rows of `records`, padded with -1 at the end.
         window: [S, 33 D / 32] uint8, window records.
-        window_indices: [B, W] int32 rows of `window`, -1 for none.
+        window_indices: [B, W] int32 rows of `window`, padded with -1 at the end.
         sink: [H] fp32 logits.
         scale: softmax scale.
         exact: keep the tile order of `sparse_attention(..., exact=True)`, whose output this then equals bit for bit
-            for any batch when `window_indices` lists the same keys in the same slots.
+            for any batch when both list the same keys in the same order (the window oldest first).
 
     Returns:
         [B, H, D] in the dtype of `query`.

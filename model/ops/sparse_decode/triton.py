@@ -41,7 +41,7 @@ class Tiling:
 
 
 # Fixed per range of batch sizes, never chosen by occupancy.
-LARGE_BATCH = Tiling(splits=2, halves=1, block=128, window_block=64, warps=8, stages=1, branched=True)
+LARGE_BATCH = Tiling(splits=2, halves=1, block=128, window_block=64, warps=8, stages=1, branched=False)
 SMALL_BATCH = Tiling(splits=4, halves=2, block=128, window_block=32, warps=8, stages=1, branched=False)
 EXACT = Tiling(splits=1, halves=2, block=64, window_block=64, warps=4, stages=2, branched=False)
 
@@ -51,6 +51,13 @@ def tiling(batch: int, exact: bool) -> Tiling:
     if exact:
         return EXACT
     return LARGE_BATCH if batch > 32 else SMALL_BATCH
+
+
+@triton.jit
+def _count(indices, KEYS: tl.constexpr):
+    """How many of a row's indices are set; the rest stand at its end."""
+    c = tl.arange(0, triton.next_power_of_2(KEYS))
+    return tl.sum((tl.load(indices + c, mask=c < KEYS, other=-1) >= 0).to(tl.int32), 0)
 
 
 @triton.jit
@@ -123,9 +130,10 @@ def _decode(
     MAIN: tl.constexpr = D // 2 + D // 16
     g = tl.arange(0, HALF // 16)
     PART: tl.constexpr = (KEYS + SPLITS - 1) // SPLITS
+    limit = tl.minimum(_count(indices + row * KEYS, KEYS), (split + 1) * PART)
     for n in tl.range(split * PART, (split + 1) * PART, BLOCK):
         c = n + tl.arange(0, BLOCK)
-        i = tl.load(indices + row * KEYS + c, mask=c < tl.minimum(KEYS, (split + 1) * PART), other=-1)
+        i = tl.load(indices + row * KEYS + c, mask=c < KEYS, other=-1)
         record = records + tl.maximum(i, 0).to(tl.int64)[:, None] * MAIN
         codes = tl.load(record + d[None, :])
         s0 = e2m1_scale(tl.load(record + HALF + g[None, :]))
@@ -134,23 +142,23 @@ def _decode(
         k0 = scale_groups(low, s0, BLOCK, HALF, 16)
         k1 = scale_groups(high, s1, BLOCK, HALF, 16)
         acc0, acc1, top, total = _accumulate(
-            q0, q1, k0, k1, i >= 0, acc0, acc1, top, total, scale, flag, half, HALVES, BRANCHED
+            q0, q1, k0, k1, c < limit, acc0, acc1, top, total, scale, flag, half, HALVES, BRANCHED
         )
 
     RECENT: tl.constexpr = D + D // 32
     e = tl.arange(0, HALF // 32)
     WINDOW_PART: tl.constexpr = (WINDOW + SPLITS - 1) // SPLITS
+    limit = tl.minimum(_count(window_indices + row * WINDOW, WINDOW), (split + 1) * WINDOW_PART)
     for n in tl.range(split * WINDOW_PART, (split + 1) * WINDOW_PART, WINDOW_BLOCK):
         c = n + tl.arange(0, WINDOW_BLOCK)
-        inside = c < tl.minimum(WINDOW, (split + 1) * WINDOW_PART)
-        i = tl.load(window_indices + row * WINDOW + c, mask=inside, other=-1)
+        i = tl.load(window_indices + row * WINDOW + c, mask=c < WINDOW, other=-1)
         record = window + tl.maximum(i, 0).to(tl.int64)[:, None] * RECENT
         s0 = e4m3_scale(tl.load(record + D + e[None, :]))
         s1 = e4m3_scale(tl.load(record + D + HALF // 32 + e[None, :]))
         k0 = scale_groups(e4m3_bits(tl.load(record + d[None, :])), s0, WINDOW_BLOCK, HALF, 32)
         k1 = scale_groups(e4m3_bits(tl.load(record + HALF + d[None, :])), s1, WINDOW_BLOCK, HALF, 32)
         acc0, acc1, top, total = _accumulate(
-            q0, q1, k0, k1, i >= 0, acc0, acc1, top, total, scale, flag, half, HALVES, BRANCHED
+            q0, q1, k0, k1, c < limit, acc0, acc1, top, total, scale, flag, half, HALVES, BRANCHED
         )
 
     if SPLITS == 1:

@@ -39,11 +39,12 @@ def _advance(threshold, step, counts, K: tl.constexpr):
 
 
 @triton.jit
-def _counts(keys, threshold, step):
+def _packed(keys, threshold, step):
+    """Whether each key reaches one, two and three steps above the threshold, as counts of 21 bits."""
     one = (keys >= threshold + step).to(tl.int64)
     two = (keys >= threshold + 2 * step).to(tl.int64)
     three = (keys >= threshold + 3 * step).to(tl.int64)
-    return tl.sum(one + (two << 21) + (three << 42), 0)
+    return one + (two << 21) + (three << 42)
 
 
 @triton.jit
@@ -52,7 +53,7 @@ def _kth(keys, K: tl.constexpr, ROUNDS: tl.constexpr):
     threshold = tl.min(keys, 0) * 0
     for j in tl.range(0, ROUNDS):
         step = _step(j)
-        threshold = _advance(threshold, step, _counts(keys, threshold, step), K)
+        threshold = _advance(threshold, step, tl.sum(_packed(keys, threshold, step), 0), K)
     return threshold
 
 
@@ -71,7 +72,8 @@ def _group_maxima(
         end = tl.load(ends + row)
     column = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x = tl.load(scores + row * stride + column, mask=(column >= begin) & (column < end), other=float("-inf"))
-    tl.store(maxima + row * GROUPS + g, tl.max(_ordered(x).to(tl.int64), 1).to(tl.uint32).to(tl.int32, bitcast=True))
+    largest = tl.max(tl.where(x > float("-inf"), x, float("-inf")), 1)
+    tl.store(maxima + row * GROUPS + g, _ordered(largest).to(tl.int32, bitcast=True))
 
 
 @triton.jit
@@ -93,20 +95,35 @@ def _emit(keys, column, threshold, need, equal_before, base, out, K: tl.constexp
 
 
 @triton.jit
-def _select_in_place(scores, begin, end, out, K: tl.constexpr, BLOCK: tl.constexpr):
-    """The search over the whole row, for rows with too many candidates; returns how many were chosen."""
+def _count_above(scores, begin, end, threshold, BLOCK: tl.constexpr):
     c = tl.arange(0, BLOCK)
     first = begin // BLOCK * BLOCK
-    threshold = (first * 0).to(tl.uint32)
-    for j in tl.range(0, 16):
-        step = _step(j)
-        counts = (first * 0).to(tl.int64)
-        for n in tl.range(first, end, BLOCK):
-            counts += _counts(_read(scores, n + c, c >= 0, begin, end), threshold, step)
-        threshold = _advance(threshold, step, counts, K)
-    above = first * 0
+    above = tl.zeros((BLOCK,), tl.int32)
     for n in tl.range(first, end, BLOCK):
-        above += tl.sum((_read(scores, n + c, c >= 0, begin, end) > threshold).to(tl.int32), 0)
+        above += (_read(scores, n + c, c >= 0, begin, end) > threshold).to(tl.int32)
+    return tl.sum(above, 0)
+
+
+@triton.jit
+def _select_in_place(scores, begin, end, bound, out, K: tl.constexpr, BLOCK: tl.constexpr):
+    """The search over the whole row, for rows with too many candidates; returns how many were chosen.
+
+    `bound` is the K-th largest group maximum. Such rows mostly have a long run of scores equal to it, and then fewer
+    than K are above it and it is the threshold; else the search goes bit by bit.
+    """
+    c = tl.arange(0, BLOCK)
+    first = begin // BLOCK * BLOCK
+    threshold = bound
+    above = _count_above(scores, begin, end, threshold, BLOCK)
+    if above >= K:
+        threshold = (first * 0).to(tl.uint32)
+        for j in tl.range(0, 16):
+            step = _step(j)
+            counts = tl.zeros((BLOCK,), tl.int64)
+            for n in tl.range(first, end, BLOCK):
+                counts += _packed(_read(scores, n + c, c >= 0, begin, end), threshold, step)
+            threshold = _advance(threshold, step, tl.sum(counts, 0), K)
+        above = _count_above(scores, begin, end, threshold, BLOCK)
     equal = first * 0
     base = first * 0
     for n in tl.range(first, end, BLOCK):
@@ -163,7 +180,7 @@ def _select(
         need = K - tl.sum((keys > threshold).to(tl.int32), 0)
         _, taken = _emit(keys, column, threshold, need, found * 0, found * 0, out, K)
     else:
-        taken = _select_in_place(scores, begin, end, out, K, 4096)
+        taken = _select_in_place(scores, begin, end, _kth(top, K, 16), out, K, 4096)
     p = tl.arange(0, K_PADDED)
     tl.store(out + p, p * 0 - 1, mask=(p >= taken) & (p < K))
 
