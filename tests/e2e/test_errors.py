@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 
 import pytest
@@ -32,8 +31,8 @@ def test_without_a_sandbox_the_error_names_both_ways_to_get_one(home: Home) -> N
     command = home.command(*SMALL, "run.name=none")
     env = {**home.env, "PATH": "/nonexistent", "DOCKER_HOST": "unix:///nonexistent/docker.sock"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
     assert "apt-get install bubblewrap" in done.stderr
     assert "Docker engine" in done.stderr
     assert home.wait_until_gone(15) == []
-    assert os.environ["PATH"] != "/nonexistent"
