@@ -182,11 +182,16 @@ class Policy(nn.Module):
         weights = torch.zeros(token_ids.shape[0], n, device=streams.device)
         weights[:, 0] = 1.0
         shared = [Globals() for _ in batch.rows]
-        routings = []
+        routings: list[Routing] = []
+        features: list[Tensor] = []
         for block in self.blocks:
             streams = block.inject(streams, batch, rows)
+            if batch.trace is not None and block.layer in self.config.dspark_target_layer_ids:
+                features.append(streams.float().mean(1).to(streams.dtype))
             streams, weights, shared, routing = block(streams, weights, batch, shared, cache, options)
             routings.append(routing)
+        if features:
+            batch.record("main_hidden", torch.cat(features, dim=-1))
         return streams, weights, routings
 
     def _pad_id(self) -> Tensor:

@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from model.layers.attend import as_bias
 from model.layers.rope import Rotation
 
 
@@ -70,6 +71,7 @@ class Rows:
         self.is_view = uniform and total == self.count * self.length
         self.max_end = max(start + length for start, length in zip(starts, lengths, strict=True))
         self._columns = torch.arange(self.length)
+        self._window_bias: Tensor | None = None
         self._groups: dict[int, GroupPlan] = {}
         self._rotations: dict[int, Rotation] = {}
 
@@ -122,6 +124,12 @@ class Rows:
         queries = (self.starts[:, None] + self._columns).unsqueeze(2)
         blocked = (keys < 0) | (keys > queries) | (keys <= queries - self.window)
         return blocked.to(self.device)
+
+    def window_bias(self, dtype: torch.dtype) -> Tensor:
+        """`window_blocked` as 0 and -inf."""
+        if self._window_bias is None:
+            self._window_bias = as_bias(self.window_blocked, dtype)
+        return self._window_bias
 
     def window_index(self, begin: int, end: int) -> Tensor:
         """[B, end - begin, W] index into [ring, new tokens] of the window of each token; -1 before the sequence."""

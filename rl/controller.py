@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from envs.types import ErrorInfo, Missing, Trajectory, TrajectoryKey
+from envs.types import Missing, Task, Trajectory, TrajectoryKey
 from model.engine.sampler import SamplingParams
 from rl.rollout.assignment import Assignment, Purpose
 from rl.rollout.buffer import Batch, Buffer
@@ -92,7 +92,6 @@ class Controller:
     extra_state: dict[str, Any] = field(default_factory=dict)
     first_step: int = 0
     _used: list[TrajectoryKey] = field(default_factory=list)
-    _errors: list[ErrorInfo] = field(default_factory=list)
 
     @property
     def version(self) -> int:
@@ -123,11 +122,8 @@ class Controller:
 
     def assignment(self, sample: SampleId) -> Assignment:
         """Returns what a worker is told about one sample, and announces its group to the buffer."""
-        task, effort = self.stream.draw(sample.group)
-        self.buffer.open(sample.group, task, effort, self.plan.scaffold, self.plan.group_size)
-        key = TrajectoryKey(
-            task.id, effort, self.plan.scaffold, sample.group, sample.index, sample.attempt
-        )
+        task, effort = self.announce(sample.group)
+        key = TrajectoryKey(task.id, effort, self.plan.scaffold, sample.group, sample.index, sample.attempt)
         return Assignment(
             key=key,
             task=task,
@@ -136,6 +132,12 @@ class Controller:
             seed=self.plan.run_seed,
             purpose=Purpose.TRAIN,
         )
+
+    def announce(self, group: int) -> tuple[Task, int]:
+        """Tells the buffer to expect a group, and returns its task and effort."""
+        task, effort = self.stream.draw(group)
+        self.buffer.open(group, task, effort, self.plan.scaffold, self.plan.group_size)
+        return task, effort
 
     def receive(self, trajectories: Iterable[Trajectory]) -> None:
         """Books finished samples: a failed one is run again under its budget, every other joins its group."""

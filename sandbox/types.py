@@ -29,7 +29,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class SandboxSpec:
-    """What to create. `image` names an image of the backend; the empty string is the built-in Python image."""
+    """What to create. `image` names an image of the backend; empty is the built-in Python image."""
 
     image: str = ""
     limits: Limits = field(default_factory=Limits)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from model.batch import Batch, Trace
 from model.cache.main_kv import KeySource, TensorKeys
 from model.config import AttentionMode, PolicyConfig
-from model.layers.attend import attend
+from model.layers.attend import as_bias, attend
 from model.layers.compressor import Compressor
 from model.layers.indexer import CandidateRule, Choice, Indexer, IndexQueries, select
 from model.layers.indexer_loss import Supervision, Teacher, indexer_loss
@@ -197,9 +197,9 @@ class Attention(nn.Module):
         if window.shape[1] + width > options.dense_limit:
             return self._attend_gathered(rows, query, window, known, selection)
         if selection is None or known.main is None:
-            return attend(query, window, rows.window_blocked, self.attn_sink)
+            return attend(query, window, rows.window_bias(self.score_dtype), self.attn_sink)
         keys = torch.cat([window, known.main.dense()], dim=1)
-        return attend(query, keys, selection.blocked_with(rows.window_blocked), self.attn_sink)
+        return attend(query, keys, selection.bias_with(rows.window_blocked, self.score_dtype), self.attn_sink)
 
     def _attend_gathered(
         self, rows: Rows, query: Tensor, window: Tensor, known: Globals, selection: Selection | None
@@ -215,7 +215,8 @@ class Attention(nn.Module):
                 keys = torch.cat([keys, known.main.take(listed)], dim=2)
                 index = torch.cat([index, listed], dim=2)
             one_row_a_token = query.flatten(0, 1).unsqueeze(1)
-            output = attend(one_row_a_token, keys.flatten(0, 1), (index < 0).flatten(0, 1).unsqueeze(1), self.attn_sink)
+            bias = as_bias((index < 0).flatten(0, 1).unsqueeze(1), self.score_dtype)
+            output = attend(one_row_a_token, keys.flatten(0, 1), bias, self.attn_sink)
             return output.unflatten(0, (rows.count, -1)).squeeze(2)
 
         chosen = 0 if selection is None else self.top_k
@@ -235,6 +236,11 @@ class Attention(nn.Module):
         if cache is None or rows.target is None:
             return new
         return torch.cat([cache.windows.gather(self.layer, rows.target.slots), new], dim=1)
+
+    @property
+    def score_dtype(self) -> torch.dtype:
+        """Of attention scores."""
+        return self.attn_sink.dtype
 
     def _project(self, output: Tensor) -> Tensor:
         """Grouped output projection of heads [T, H, c] to [T, d]."""

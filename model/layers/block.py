@@ -82,4 +82,5 @@ class Block(nn.Module):
             batch.record(name + "next_A", weights)
             batch.record(name + "router_ids", routing.expert_ids)
             batch.record(name + "router_weights", routing.weights)
+            batch.record(name + "router_scores", routing.affinity + self.ffn.gate.bias_of(batch.image))
         return streams, weights, shared, routing

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from model.config import PolicyConfig
 from model.layers.linear import Linear
-from model.layers.norm import rms_norm
+from model.layers.norm import inverse_rms
 
 _SMALLEST_DOT = 1e-6
 
@@ -41,11 +41,10 @@ class Engram(nn.Module):
         return torch.addcmul(_wide(streams), gate.unsqueeze(-1), _wide(value).unsqueeze(-2)).to(streams.dtype)
 
     def _gate(self, streams: Tensor, keys: Tensor) -> Tensor:
+        streams, keys = _wide(streams), _wide(keys)
         weight = _wide(self.q_weight) * _wide(self.k_weight)
-        ones = torch.ones_like(weight[0])
-        query = rms_norm(_wide(streams), ones, self.eps)
-        key = rms_norm(_wide(keys), ones, self.eps)
-        dot = (query * key * weight).sum(-1) * self.width**-0.5
+        scale = inverse_rms(streams, self.eps) * inverse_rms(keys, self.eps)
+        dot = (streams * keys * weight).sum(-1) * (scale.squeeze(-1) * self.width**-0.5)
         return torch.sigmoid(dot.abs().clamp_min(_SMALLEST_DOT).sqrt().copysign(dot))
 
 

@@ -15,41 +15,61 @@ from torch.nn import functional as F
 from model.config import PolicyConfig
 from model.layers.norm import inverse_rms
 
-_OUT, _IN = 1, 0
-"""Dimensions of M that a normalisation sums over: to row sums (over outputs) or column sums (over inputs)."""
+_OUTPUTS = 1
+"""The dimension of M that numbers outputs."""
+
+
+def sum_patterns(n: int) -> tuple[Tensor, Tensor]:
+    """[n, n * n] matrices whose product with M [n * n, T] sums over inputs, and over outputs.
+
+    Sums as a small matrix product take a fraction of the time of a reduction over a leading dimension.
+    """
+    one = torch.eye(n, device="cpu")
+    return one.repeat(1, n), one.repeat_interleave(n, dim=1)
+
+
+def _normalize(matrix: Tensor, over_inputs: bool, patterns: tuple[Tensor, Tensor], eps: Tensor) -> tuple[Tensor, Tensor]:
+    """M / (sums + eps), and the sums + eps shaped to divide M."""
+    total = torch.addmm(eps, patterns[0 if over_inputs else 1], matrix.flatten(0, 1))
+    total = total.unsqueeze(0 if over_inputs else 1)
+    return matrix / total, total
 
 
 class _Sinkhorn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits: Tensor, rounds: int, eps: float) -> Tensor:
-        matrix = softmax = logits.softmax(_OUT)
+    def forward(ctx, logits: Tensor, rounds: int, eps: Tensor, over_inputs: Tensor, over_outputs: Tensor) -> Tensor:
+        softmax = logits.softmax(_OUTPUTS)
         matrix = softmax + eps
         steps: list[Tensor] = []
         for step in range(2 * rounds - 1):
-            total = matrix.sum(_IN if step % 2 == 0 else _OUT, keepdim=True).add_(eps)
-            matrix = matrix / total
+            matrix, total = _normalize(matrix, step % 2 == 0, (over_inputs, over_outputs), eps)
             steps += [matrix, total]
-        ctx.save_for_backward(softmax, *steps)
+        ctx.save_for_backward(softmax, over_inputs, over_outputs, *steps)
         return matrix
 
     @staticmethod
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None]:
-        softmax, *steps = ctx.saved_tensors
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        softmax, over_inputs, over_outputs, *steps = ctx.saved_tensors
         grad = grads[0]
         for step in reversed(range(len(steps) // 2)):
             matrix, total = steps[2 * step : 2 * step + 2]
-            inner = (grad * matrix).sum(_IN if step % 2 == 0 else _OUT, keepdim=True)
+            pattern = over_outputs if step % 2 else over_inputs
+            inner = torch.mm(pattern, (grad * matrix).flatten(0, 1)).view(total.shape)
             grad = (grad - inner).div_(total)
-        inner = (grad * softmax).sum(_OUT, keepdim=True)
-        return (grad - inner).mul_(softmax), None, None
+        return torch._softmax_backward_data(grad, softmax, _OUTPUTS, softmax.dtype), None, None, None, None
 
 
-def sinkhorn(logits: Tensor, rounds: int, eps: float) -> Tensor:
+def sinkhorn(logits: Tensor, rounds: int, eps: Tensor, patterns: tuple[Tensor, Tensor]) -> Tensor:
     """Nearly doubly stochastic [n_in, n_out, T] from logits: softmax over outputs, then alternate normalisations.
 
-    The last of the `rounds` rounds ends with the column (input) sums.
+    The last of the `rounds` rounds ends with the column (input) sums. `patterns` are those of `sum_patterns`.
     """
-    return _Sinkhorn.apply(logits, rounds, eps)  # pyright: ignore[reportReturnType]
+    if torch.is_grad_enabled():
+        return _Sinkhorn.apply(logits, rounds, eps, *patterns)  # pyright: ignore[reportReturnType]
+    matrix = logits.softmax(_OUTPUTS) + eps
+    for step in range(2 * rounds - 1):
+        matrix, _ = _normalize(matrix, step % 2 == 0, patterns, eps)
+    return matrix
 
 
 class _Collapse(torch.autograd.Function):
@@ -67,16 +87,22 @@ class _Collapse(torch.autograd.Function):
 
 def collapse(weights: Tensor, streams: Tensor) -> Tensor:
     """Sum_s A[s] X[s]: weights [T, n], streams [T, n, d] to [T, d], in the dtype of the streams."""
-    wide = _Collapse.apply(weights, streams.float() if streams.dtype is torch.bfloat16 else streams)
-    return wide.to(streams.dtype)  # pyright: ignore[reportOptionalMemberAccess]
+    wide = streams.float() if streams.dtype is torch.bfloat16 else streams
+    if torch.is_grad_enabled():
+        return _Collapse.apply(weights, wide).to(streams.dtype)  # pyright: ignore[reportOptionalMemberAccess]
+    return (weights.unsqueeze(-1) * wide).sum(-2).to(streams.dtype)
+
+
+def _mix(carry: Tensor, streams: Tensor, write: Tensor, update: Tensor) -> Tensor:
+    out_in = carry.permute(2, 1, 0).contiguous()  # [T, out, in]: bmm loops over a strided matrix
+    return torch.bmm(out_in, streams).addcmul_(write.unsqueeze(-1), update.unsqueeze(-2))
 
 
 class _Mix(torch.autograd.Function):
     @staticmethod
     def forward(ctx, carry: Tensor, streams: Tensor, write: Tensor, update: Tensor) -> Tensor:
-        out_in = carry.permute(2, 1, 0).contiguous()  # [T, out, in]: bmm loops over a strided matrix
         ctx.save_for_backward(carry, streams, write, update)
-        return torch.bmm(out_in, streams).addcmul_(write.unsqueeze(-1), update.unsqueeze(-2))
+        return _mix(carry, streams, write, update)
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -93,10 +119,14 @@ def mix(carry: Tensor, streams: Tensor, write: Tensor, update: Tensor) -> Tensor
 
     Shapes: carry M [n, n, T], streams X [T, n, d], write C [T, n], update y [T, d].
     """
-    if streams.dtype is torch.bfloat16:
-        wide = _Mix.apply(carry, streams.float(), write, update.float())
-        return wide.to(streams.dtype)  # pyright: ignore[reportOptionalMemberAccess]
-    return _Mix.apply(carry, streams, write, update)  # pyright: ignore[reportReturnType]
+    narrow = streams.dtype is torch.bfloat16
+    if narrow:
+        streams, update = streams.float(), update.float()
+    if torch.is_grad_enabled():
+        mixed: Tensor = _Mix.apply(carry, streams, write, update)  # pyright: ignore[reportAssignmentType]
+    else:
+        mixed = _mix(carry, streams, write, update)
+    return mixed.to(torch.bfloat16) if narrow else mixed
 
 
 class HyperConnection(nn.Module):
@@ -106,16 +136,23 @@ class HyperConnection(nn.Module):
         super().__init__()
         streams = config.hc_mult
         rows = (2 + streams) * streams
-        self.streams, self.rounds, self.eps = streams, config.hc_sinkhorn_iters, config.hc_eps
+        self.streams, self.rounds = streams, config.hc_sinkhorn_iters
         self.norm_eps = config.rms_norm_eps
         self.fn = nn.Parameter(torch.empty(rows, streams * config.hidden_size))
         self.base = nn.Parameter(torch.empty(rows))
         self.scale = nn.Parameter(torch.empty(3))
+        # A tensor, because each use of a Python number in an operation costs a conversion.
+        self.register_buffer("eps", torch.tensor(config.hc_eps, device="cpu"), persistent=False)
+        for name, pattern in zip(("over_inputs", "over_outputs"), sum_patterns(streams), strict=True):
+            self.register_buffer(name, pattern, persistent=False)
+        self.eps: Tensor
+        self.over_inputs: Tensor
+        self.over_outputs: Tensor
 
     def mixes(self, streams: Tensor) -> Tensor:
         """The raw values [(2 + n) n, T]: one RMS over all streams, applied after the projection."""
         flat = streams.flatten(1).to(self.fn.dtype)
-        return (F.linear(flat, self.fn) * _inverse_rms(flat, self.norm_eps)).t()
+        return (F.linear(flat, self.fn) * inverse_rms(flat, self.norm_eps)).t()
 
     def coefficients(self, mixes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A [T, n], C [T, n], M [n_in, n_out, T] from the raw values."""
@@ -124,25 +161,8 @@ class HyperConnection(nn.Module):
         pre = torch.sigmoid(torch.addcmul(base[:n], mixes[:n], self.scale[0])) + self.eps
         post = 2 * torch.sigmoid(torch.addcmul(base[n : 2 * n], mixes[n : 2 * n], self.scale[1]))
         carry = torch.addcmul(base[2 * n :], mixes[2 * n :], self.scale[2]).view(n, n, -1)
-        return pre.t(), post.t(), sinkhorn(carry, self.rounds, self.eps)
+        return pre.t(), post.t(), sinkhorn(carry, self.rounds, self.eps, (self.over_inputs, self.over_outputs))
 
     def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A, C and M of streams [T, n, d]."""
         return self.coefficients(self.mixes(streams))
-
-
-class _InverseRMS(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, eps: float) -> Tensor:
-        scale = inverse_rms(x, eps)
-        ctx.save_for_backward(x, scale)
-        return scale
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None]:
-        x, scale = ctx.saved_tensors
-        return x * (grads[0] * scale.pow(3)).mul_(-1.0 / x.shape[-1]), None
-
-
-def _inverse_rms(x: Tensor, eps: float) -> Tensor:
-    return _InverseRMS.apply(x, eps)  # pyright: ignore[reportReturnType]

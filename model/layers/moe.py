@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from model.config import PolicyConfig
 from model.layers.linear import quantized_linear
+from model.layers.swiglu import clipped_swiglu
 from model.layers.top_k import top_k_lowest_index
 
 _DENSE_UP_TO = 8
@@ -50,11 +51,14 @@ class Router(nn.Module):
         """Route tokens [T, d]; `image` [T] bool marks tokens of image spans, None stands for text only."""
         logits = F.linear(x, self.weight) if x.dtype is self.weight.dtype is torch.float32 else self._wide_logits(x)
         affinity = F.softplus((logits / self.temperature).clamp_min(_LOWEST_LOGIT)).sqrt()
-        bias = self.bias if image is None else torch.where(image.unsqueeze(-1), self.bias_vl, self.bias)
-        expert_ids = top_k_lowest_index(affinity.detach() + bias, self.chosen)
+        expert_ids = top_k_lowest_index(affinity.detach() + self.bias_of(image), self.chosen)
         weights = affinity.gather(1, expert_ids)
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.factor
         return Routing(affinity, expert_ids, weights)
+
+    def bias_of(self, image: Tensor | None) -> Tensor:
+        """Bias of the choice, [E] or [T, E]."""
+        return self.bias if image is None else torch.where(image.unsqueeze(-1), self.bias_vl, self.bias)
 
     def _wide_logits(self, x: Tensor) -> Tensor:
         kind = torch.promote_types(x.dtype, torch.float32)
@@ -90,8 +94,7 @@ class MixtureOfExperts(nn.Module):
     def _activate(self, hidden: Tensor, weights: Tensor) -> Tensor:
         """[..., 2 f] and weights [..., 1] to [..., f]: weight * silu(min(gate, limit)) * clip(up, limit)."""
         gate, up = (hidden.float() if hidden.dtype is torch.bfloat16 else hidden).chunk(2, dim=-1)
-        active = F.silu(gate.clamp(max=self.limit)) * up.clamp(-self.limit, self.limit)
-        return (active * weights).to(hidden.dtype)
+        return clipped_swiglu(gate, up, weights, self.limit).to(hidden.dtype)
 
     def _dense(self, x: Tensor, routing: Routing) -> Tensor:
         weights = torch.zeros_like(routing.affinity).scatter(1, routing.expert_ids, routing.weights)

@@ -9,15 +9,35 @@ import torch
 from torch import Tensor, nn
 
 
+def _inverse_rms(x: Tensor, eps: float) -> Tensor:
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return torch.addcmul(norm.new_full((), eps), norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
+
+
+class _InverseRMS(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, eps: float) -> Tensor:
+        scale = _inverse_rms(x, eps)
+        ctx.save_for_backward(x, scale)
+        return scale
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None]:
+        x, scale = ctx.saved_tensors
+        return x * (grads[0] * scale.pow(3)).mul_(-1.0 / x.shape[-1]), None
+
+
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
     """1 / sqrt(mean(x^2) + eps) over the last dimension, which is kept as size 1."""
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    if torch.is_grad_enabled():
+        return _InverseRMS.apply(x, eps)  # pyright: ignore[reportReturnType]
+    return _inverse_rms(x, eps)
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        scale = inverse_rms(x, eps)
+        scale = _inverse_rms(x, eps)
         normed = x * scale
         ctx.save_for_backward(normed, weight, scale)
         return normed * weight
@@ -36,7 +56,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dtype is torch.bfloat16:
         wide = x.float()
         return (wide * inverse_rms(wide, eps) * weight.float()).to(x.dtype)
-    return _RMSNorm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
+    if torch.is_grad_enabled():
+        return _RMSNorm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
+    return (x * _inverse_rms(x, eps)).mul_(weight)
 
 
 class RMSNorm(nn.Module):

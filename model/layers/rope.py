@@ -85,4 +85,6 @@ class _Rotate(torch.autograd.Function):
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """`x` [..., c] with its last r channels turned; `rotation` broadcasts over the leading dimensions."""
+    if not torch.is_grad_enabled():
+        return _rotated(x, rotation.forward)
     return _Rotate.apply(x, rotation.forward, rotation.backward)  # pyright: ignore[reportReturnType]

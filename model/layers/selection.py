@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from model.layers.attend import as_bias
+
 
 class Selection:
     """Of `width` main keys of each row, the ones a token selected.
@@ -15,7 +17,7 @@ class Selection:
 
     def __init__(self, visible: Tensor, width: int, index: Tensor | None) -> None:
         self.visible, self.width, self.index = visible, width, index
-        self._blocked: Tensor | None = None
+        self._bias: Tensor | None = None
 
     def listed(self, begin: int, end: int) -> Tensor:
         """[B, end - begin, K] the selection of some columns as a list; -1 for an unused place."""
@@ -31,12 +33,16 @@ class Selection:
         padded = torch.nn.functional.pad(ascending, (0, max(places - ascending.shape[-1], 0)), value=self.width)
         return padded.masked_fill(padded == self.width, -1)
 
+    def bias_with(self, window_blocked: Tensor, dtype: torch.dtype) -> Tensor:
+        """[B, L, window keys + width] over [window keys, main keys]: 0, or -inf where a key must not be seen."""
+        if self._bias is None:
+            self._bias = as_bias(self.blocked_with(window_blocked), dtype)
+        return self._bias
+
     def blocked_with(self, window_blocked: Tensor) -> Tensor:
-        """[B, L, window keys + width] mask over [window keys, main keys]; true where a key must not be seen."""
-        if self._blocked is None:
-            batch, length = self.visible.shape
-            self._blocked = torch.cat([window_blocked.expand(batch, length, -1), self.main_blocked()], dim=-1)
-        return self._blocked
+        """The same as a mask, true where a key must not be seen."""
+        batch, length = self.visible.shape
+        return torch.cat([window_blocked.expand(batch, length, -1), self.main_blocked()], dim=-1)
 
     def main_blocked(self) -> Tensor:
         """[B, L, width] mask over the main keys alone."""

@@ -104,7 +104,12 @@ class NativeEngine:
             raise
 
     async def release(self, session: str) -> None:
-        """Forgets a trajectory and frees its caches; a running request of it ends with `ABORT`."""
+        """Forgets a trajectory and frees its caches; a running request of it ends with `ABORT`.
+
+        An engine that was closed has forgotten everything: then there is nothing to do.
+        """
+        if self._closing and self._failure is None:
+            return
         await self._call(lambda: self._finish(self._engine.release(session)))
 
     async def pause(self) -> None:

@@ -1,1 +1,1 @@
-"""TODO package docstring."""
+"""The process inside a sandbox that answers for it."""

@@ -1,1 +1,1 @@
-"""TODO package docstring."""
+"""The ways to isolate a sandbox."""

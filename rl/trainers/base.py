@@ -1,0 +1,121 @@
+"""What the trainers share: one optimiser step, a balanced router, log-probabilities, a state to resume."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from model.policy import Policy, PolicyAux
+from rl.trainers.data import Sample
+from rl.trainers.forward import token_outputs
+from rl.trainers.optim import Optimizer, OptimizerConfig
+from rl.trainers.packing import micro_batches
+
+_FORMAT = 1
+
+
+class NonFiniteLossError(ArithmeticError):
+    """The loss or a log-probability is not a number; the weights were not touched."""
+
+
+class TrainerStateError(ValueError):
+    """A stored trainer state that does not belong to this trainer."""
+
+
+class Trainer:
+    """A policy with its optimiser, schedule and counters. `version` counts the updates of the weights."""
+
+    kind: ClassVar[str]
+
+    def __init__(
+        self,
+        policy: Policy,
+        optimizer: OptimizerConfig,
+        *,
+        total_steps: int,
+        token_budget: int,
+        balance_coef: float,
+        indexer_coef: float,
+    ) -> None:
+        self.policy, self.optimizer = policy, Optimizer(policy, optimizer)
+        self.total_steps, self.token_budget = total_steps, token_budget
+        self.balance_coef, self.indexer_coef = balance_coef, indexer_coef
+        self.steps = 0
+        self.version = 0
+
+    def logprobs(self, samples: Sequence[Sample], *, temperature: float = 1.0) -> list[np.ndarray]:
+        """Log-probabilities under the present weights, float32 [n] each, 0 where the token is not trained.
+
+        They follow the sampler's definition: log softmax(logits / temperature), nothing truncated.
+        """
+        out: list[np.ndarray] = [np.zeros(0, dtype=np.float32)] * len(samples)
+        with torch.no_grad():
+            for batch in micro_batches(samples, self.token_budget, self.policy.device):
+                values = token_outputs(self.policy, batch, temperature=temperature).logprobs.cpu().numpy()
+                for index, start, stop in zip(
+                    batch.indices, batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True
+                ):
+                    out[index] = values[start:stop]
+        return out
+
+    def auxiliary_loss(self, aux: PolicyAux, documents: float, tokens: float) -> Tensor | float:
+        """Balance and indexer losses of a micro-batch with these shares of all documents and tokens."""
+        loss: Tensor | float = 0.0
+        if self.balance_coef:
+            loss = loss + self.balance_coef * documents * aux.balance_loss
+        if self.indexer_coef:
+            assert aux.indexer_loss is not None
+            loss = loss + self.indexer_coef * tokens * aux.indexer_loss
+        return loss
+
+    def update(self, expert_load: Tensor) -> dict[str, float]:
+        """Applies the accumulated gradients; returns the gradient norm and the learning rate."""
+        fraction = self.optimizer.config.fraction(self.steps, self.total_steps)
+        norm = self.optimizer.clip()
+        self.optimizer.step(fraction)
+        if self.optimizer.learning:
+            self.policy.update_balance(expert_load)
+        self.version += 1
+        return {"grad_norm": norm, "lr": self.optimizer.config.learning_rate * fraction}
+
+    def require_finite(self, values: Tensor, batch_samples: Sequence[Sample], what: str) -> None:
+        """Stops before the weights are touched when a value is not finite."""
+        if not bool(values.isfinite().all()):
+            self.optimizer.zero_grad()
+            names = ", ".join(sample.id for sample in batch_samples[:8])
+            raise NonFiniteLossError(
+                f"the {what} of a micro-batch of {len(batch_samples)} samples is not finite ({names}); the "
+                "weights were not touched. Look at these samples, or lower the learning rate"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that continuing needs besides the weights: optimiser, schedule, counters, random state."""
+        return {
+            "format": _FORMAT,
+            "kind": self.kind,
+            "steps": self.steps,
+            "version": self.version,
+            "optimizer": self.optimizer.state_dict(),
+            "rng": torch.get_rng_state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from `state_dict`; the weights are loaded apart.
+
+        Raises:
+            TrainerStateError: The state is of another kind of trainer or another format.
+            OptimizerError: It belongs to another policy or configuration.
+        """
+        found = (state.get("format"), state.get("kind"))
+        if found != (_FORMAT, self.kind):
+            raise TrainerStateError(
+                f"the stored trainer state is of format {found[0]} and kind {found[1]!r}; this is a "
+                f"{self.kind!r} trainer of format {_FORMAT}. Resume the stage that wrote the checkpoint"
+            )
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.steps, self.version = int(state["steps"]), int(state["version"])
+        torch.set_rng_state(state["rng"])

@@ -1,0 +1,82 @@
+"""One forward pass of a micro-batch, down to the log-probabilities of its trained tokens.
+
+The head is applied only where a token is trained, in chunks whose logits are recomputed in the backward pass,
+so that no [T, V] tensor is kept and a token that is not trained has no logits at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from model.policy import PackedTokens, Policy, PolicyAux
+from rl.trainers.packing import MicroBatch
+
+LOGITS_LIMIT = 1 << 24
+"""Elements of logits held at once (64 MiB in float32); what needs more is chunked."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutputs:
+    """What the policy says about the tokens of a micro-batch; 0 where the token is not trained.
+
+    Attributes:
+        logprobs: [T] float32, log-probability of the token at the sampling temperature.
+        entropy: [T] float32, entropy of the distribution it was drawn from, in nats.
+        correct: [T] bool, whether it is the most likely token.
+        aux: expert load and auxiliary losses.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+    correct: Tensor
+    aux: PolicyAux
+
+
+def token_outputs(
+    policy: Policy,
+    batch: MicroBatch,
+    *,
+    temperature: float = 1.0,
+    indexer_loss: bool = False,
+    logits_limit: int = LOGITS_LIMIT,
+) -> TokenOutputs:
+    """Runs the policy over a micro-batch."""
+    output = policy(PackedTokens(batch.token_ids, batch.cu_seqlens), indexer_loss=indexer_loss)
+    positions = batch.loss_mask.nonzero()[:, 0]
+    labels = batch.token_ids[positions]
+    columns = head_outputs(policy, output.hidden[positions - 1], labels, temperature, logits_limit)
+    logprobs, entropy, correct = (_scatter(column, positions, len(batch.token_ids)) for column in columns)
+    return TokenOutputs(logprobs, entropy, correct, output.aux)
+
+
+def head_outputs(
+    policy: Policy, hidden: Tensor, labels: Tensor, temperature: float, logits_limit: int = LOGITS_LIMIT
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of `labels` [m], entropy [m] and whether it is the mode [m], from `hidden` [m, d]."""
+    size = max(1, logits_limit // policy.config.vocab_size)
+    if len(labels) <= size:
+        return _head(policy, hidden, labels, temperature)
+    chunks = [
+        checkpoint(_head, policy, h, y, temperature, use_reentrant=False)
+        for h, y in zip(hidden.split(size), labels.split(size), strict=True)
+    ]
+    logprobs, entropy, correct = (torch.cat(column) for column in zip(*chunks, strict=True))
+    return logprobs, entropy, correct
+
+
+def _head(
+    policy: Policy, hidden: Tensor, labels: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    logits = policy.logits(hidden) / temperature
+    distribution = logits.log_softmax(-1)
+    logprobs = distribution.gather(-1, labels[:, None])[:, 0]
+    entropy = -(distribution.exp() * distribution).sum(-1)
+    return logprobs, entropy, logits.detach().argmax(-1) == labels
+
+
+def _scatter(values: Tensor, positions: Tensor, length: int) -> Tensor:
+    return torch.zeros(length, dtype=values.dtype, device=values.device).index_put((positions,), values)

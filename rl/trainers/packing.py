@@ -1,0 +1,108 @@
+"""Packing: whole samples laid end to end in micro-batches of nearly equal size, none beyond a budget."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl.trainers.data import Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Samples as one row of T tokens.
+
+    Attributes:
+        token_ids: int64 [T].
+        cu_seqlens: int64 [N + 1], where each sample starts, and T.
+        loss_mask: bool [T].
+        logprobs: float32 [T], the sampler's.
+        advantages: float32 [T].
+        versions: int64 [T].
+        segment_ids: int64 [T], which of the N samples a token belongs to.
+        indices: which samples of the batch these are, [N].
+    """
+
+    token_ids: Tensor
+    cu_seqlens: Tensor
+    loss_mask: Tensor
+    logprobs: Tensor
+    advantages: Tensor
+    versions: Tensor
+    segment_ids: Tensor
+    indices: tuple[int, ...]
+
+
+def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Partitions the indices of `lengths` into bins of at most `budget` tokens, few and evenly filled.
+
+    First-fit-decreasing finds how many bins do; then the longest goes to the emptiest bin in turn, which
+    evens them out. Where that overflows a bin, the first-fit bins stay.
+
+    Raises:
+        ValueError: One length alone exceeds the budget.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    if order and lengths[order[0]] > budget:
+        raise ValueError(
+            f"a sample has {lengths[order[0]]} tokens, the micro-batch budget is {budget}; "
+            "raise trainer.token_budget, or lower trainer.max_tokens to cut samples"
+        )
+    first_fit = _first_fit(order, lengths, budget)
+    even = _even(order, lengths, len(first_fit))
+    fits = all(sum(lengths[i] for i in group) <= budget for group in even)
+    return [sorted(group) for group in (even if fits else first_fit) if group]
+
+
+def _first_fit(order: Sequence[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    free: list[int] = []
+    for i in order:
+        slot = next((b for b, room in enumerate(free) if room >= lengths[i]), None)
+        if slot is None:
+            bins.append([])
+            free.append(budget)
+            slot = len(bins) - 1
+        bins[slot].append(i)
+        free[slot] -= lengths[i]
+    return bins
+
+
+def _even(order: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:
+    bins: list[list[int]] = [[] for _ in range(count)]
+    heap = [(0, 0, b) for b in range(count)]
+    for i in order:
+        load, members, b = heapq.heappop(heap)
+        bins[b].append(i)
+        heapq.heappush(heap, (load + lengths[i], members + 1, b))
+    return bins
+
+
+def micro_batches(samples: Sequence[Sample], budget: int, device: torch.device) -> Iterator[MicroBatch]:
+    """Yields the micro-batches of a batch; every sample is in exactly one."""
+    for group in pack([len(sample) for sample in samples], budget):
+        yield _collate([samples[i] for i in group], tuple(group), device)
+
+
+def _collate(samples: Sequence[Sample], indices: tuple[int, ...], device: torch.device) -> MicroBatch:
+    lengths = np.array([len(sample) for sample in samples])
+
+    def column(name: str, dtype: torch.dtype) -> Tensor:
+        joined = np.concatenate([getattr(sample, name) for sample in samples])
+        return torch.from_numpy(joined).to(device=device, dtype=dtype)
+
+    return MicroBatch(
+        token_ids=column("token_ids", torch.int64),
+        cu_seqlens=torch.from_numpy(np.concatenate([[0], lengths.cumsum()])).to(device),
+        loss_mask=column("loss_mask", torch.bool),
+        logprobs=column("logprobs", torch.float32),
+        advantages=column("advantages", torch.float32),
+        versions=column("policy_version", torch.int64),
+        segment_ids=torch.from_numpy(np.repeat(np.arange(len(samples)), lengths)).to(device),
+        indices=indices,
+    )

@@ -1,0 +1,168 @@
+"""Reinforcement learning: groups of trajectories in, one optimiser step out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from envs.types import Group
+from model.policy import Policy
+from rl.algorithms import AlgorithmConfig, LossInputs, objective
+from rl.trainers.base import Trainer
+from rl.trainers.batch import Batch, build_batch
+from rl.trainers.forward import TokenOutputs, token_outputs
+from rl.trainers.measure import Measures
+from rl.trainers.optim import OptimizerConfig
+from rl.trainers.packing import MicroBatch, micro_batches
+
+
+def _optimizer() -> OptimizerConfig:
+    return OptimizerConfig(learning_rate=3e-4, warmup_steps=10)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RLConfig:
+    """Settings of the RL trainer.
+
+    Attributes:
+        steps: optimiser steps, which a decaying schedule spans.
+        token_budget: most tokens of a micro-batch.
+        max_tokens: longer samples are cut here; None cuts none.
+        temperature: the sampler's; log-probabilities are those of softmax(logits / temperature).
+        optimizer: rates and schedule.
+        fake_quant: whether keys are rounded as the sampler's caches store them.
+        balance_coef: weight of the sequence-level balance loss.
+        indexer_coef: weight of the indexers' KL loss; 0 leaves the indexers untrained.
+    """
+
+    steps: int = 200
+    token_budget: int = 8192
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    optimizer: OptimizerConfig = field(default_factory=_optimizer)
+    fake_quant: bool = True
+    balance_coef: float = 0.0
+    indexer_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0:
+            raise ValueError(f"temperature is {self.temperature}; samples to learn from are drawn above 0")
+
+
+class RLTrainer(Trainer):
+    """Trains a policy on groups of trajectories.
+
+    Args:
+        policy: what is trained.
+        config: the trainer's settings.
+        algorithm: advantages, loss and corrections.
+        reference: the policy that a KL term pulls towards; needed with `kl_coef`.
+    """
+
+    kind: ClassVar[str] = "rl"
+
+    def __init__(
+        self, policy: Policy, config: RLConfig, algorithm: AlgorithmConfig, *, reference: Policy | None = None
+    ) -> None:
+        super().__init__(
+            policy,
+            config.optimizer,
+            total_steps=config.steps,
+            token_budget=config.token_budget,
+            balance_coef=config.balance_coef,
+            indexer_coef=config.indexer_coef,
+        )
+        if algorithm.needs_reference != (reference is not None):
+            raise ValueError(
+                "a KL term needs a reference policy, and without one a reference has no effect: "
+                f"kl_coef is {algorithm.kl_coef}, the reference is {'given' if reference else 'missing'}"
+            )
+        self.config, self.algorithm, self.reference = config, algorithm, reference
+        self.recovered_groups = 0
+        """Groups numbered below began in an earlier attempt at the run, partly under weights that are lost."""
+
+    def step(self, groups: Sequence[Group], *, min_version: int = 0) -> dict[str, float]:
+        """Takes one optimiser step over `groups`; takes none, and says so, when there is nothing to learn.
+
+        Either way the weights' version rises by one: it names the step that published them. Tokens that a
+        version below `min_version` sampled carry no loss.
+
+        Groups whose advantages are all zero are left out of the forward pass (they count in the denominator),
+        unless a KL or entropy term learns from them too.
+
+        Raises:
+            NonFiniteAdvantageError: A reward or advantage is not a number.
+            NonFiniteLossError: A log-probability or the loss is not finite; the weights were not touched.
+        """
+        batch = build_batch(
+            groups,
+            self.algorithm,
+            max_tokens=self.config.max_tokens,
+            version=self.version,
+            min_version=min_version,
+            recovered_groups=self.recovered_groups,
+        )
+        measures = Measures()
+        updated: dict[str, float] = {}
+        if batch.samples:
+            self.policy.fake_quant = self.config.fake_quant
+            updated = self.update(self._accumulate(batch, measures))
+        self.steps += 1
+        self.version = self.steps
+        metrics = {**_dropped(batch.dropped), **measures.summary(), **updated, **batch.statistics()}
+        metrics["updates"] = float(bool(batch.samples))
+        return {f"train/{name}": value for name, value in metrics.items()}
+
+    def _accumulate(self, batch: Batch, measures: Measures) -> Tensor:
+        """Adds up the gradients over the micro-batches; returns the expert load."""
+        device, samples = self.policy.device, batch.samples
+        weights = torch.from_numpy(batch.weights).to(device=device, dtype=torch.float32)
+        tokens = sum(len(sample) for sample in samples)
+        load = torch.zeros((), device=device)
+        for micro in micro_batches(samples, self.token_budget, device):
+            members = [samples[i] for i in micro.indices]
+            outputs = token_outputs(
+                self.policy, micro, temperature=self.config.temperature, indexer_loss=self.indexer_coef > 0
+            )
+            inputs = self._inputs(micro, outputs)
+            self.require_finite(inputs.masked(inputs.sampler_logprobs), members, "sampler's log-probability")
+            part = objective(self.algorithm, inputs, weights[list(micro.indices)])
+            self.require_finite(part.loss.detach(), members, "loss")
+            extra = self.auxiliary_loss(
+                outputs.aux, len(members) / len(samples), len(micro.token_ids) / tokens
+            )
+            (part.loss + extra).backward()
+            measures.add(inputs, part, batch.fresh[list(micro.indices)])
+            load = load + outputs.aux.expert_load.detach()
+        return load
+
+    def _inputs(self, micro: MicroBatch, outputs: TokenOutputs) -> LossInputs:
+        old = outputs.logprobs.detach() if self.algorithm.anchored_at_trainer else micro.logprobs
+        reference = None
+        if self.reference is not None:
+            self.reference.fake_quant = self.config.fake_quant
+            with torch.no_grad():
+                reference = token_outputs(self.reference, micro, temperature=self.config.temperature).logprobs
+        return LossInputs(
+            logprobs=outputs.logprobs,
+            sampler_logprobs=micro.logprobs,
+            old_logprobs=old,
+            advantages=micro.advantages,
+            mask=micro.loss_mask,
+            versions=micro.versions,
+            segment_ids=micro.segment_ids,
+            segments=len(micro.indices),
+            current_version=self.version,
+            reference_logprobs=reference,
+            entropy=outputs.entropy,
+        )
+
+
+def _dropped(dropped: Counter[str]) -> dict[str, float]:
+    reasons = {"missing", "zero_advantage", "empty", *dropped}
+    return {f"groups.dropped.{reason}": float(dropped[reason]) for reason in sorted(reasons)}

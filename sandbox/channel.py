@@ -1,0 +1,62 @@
+"""Frames on a byte stream: a JSON header and a body, with sizes checked before anything is read.
+
+A frame is `!II` (length of the header, length of the body), the header as JSON, and the body. The same frames
+run between client and node and between node and resident agent; what comes from an agent is never trusted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
+
+from sandbox.errors import LostError, ProtocolError
+
+_SIZES = struct.Struct("!II")
+MAX_HEADER = 1 << 16
+MAX_BODY = 64 << 20
+Header = dict[str, Any]
+
+
+class ByteReader(Protocol):
+    """Where frames come from."""
+
+    async def readexactly(self, n: int) -> bytes:
+        """Reads exactly `n` bytes."""
+        ...
+
+
+def encode(header: Mapping[str, Any], body: bytes = b"") -> bytes:
+    """Returns a frame."""
+    text = json.dumps(header).encode()
+    if len(text) > MAX_HEADER or len(body) > MAX_BODY:
+        raise ProtocolError(
+            f"a frame carries at most {MAX_HEADER} bytes of header and {MAX_BODY} of body, "
+            f"not {len(text)} and {len(body)}: split the data"
+        )
+    return _SIZES.pack(len(text), len(body)) + text + body
+
+
+async def read_frame(reader: ByteReader) -> tuple[Header, bytes]:
+    """Reads one frame.
+
+    Raises:
+        LostError: The stream ended.
+        ProtocolError: The frame is too large, or its header is not a JSON object.
+    """
+    try:
+        head, size = _SIZES.unpack(await reader.readexactly(_SIZES.size))
+        if head > MAX_HEADER or size > MAX_BODY:
+            raise ProtocolError(f"a frame announces {head} bytes of header and {size} of body")
+        text, body = await reader.readexactly(head), await reader.readexactly(size)
+    except (asyncio.IncompleteReadError, ConnectionError) as error:
+        raise LostError("the other end closed the channel") from error
+    try:
+        header: object = json.loads(text)
+    except ValueError as error:
+        raise ProtocolError("a frame's header is not JSON") from error
+    if not isinstance(header, dict):
+        raise ProtocolError("a frame's header is not a JSON object")
+    return cast("Header", header), body

@@ -1,0 +1,65 @@
+"""What can go wrong with a sandbox itself. A command that fails is not an error: it is an `ExecResult`.
+
+SandboxError                 anything below; it says nothing about the policy that used the sandbox
+├── BackendMissingError      the backend is not installed or does not answer; says how to get it
+├── RefusedError             the node refuses to admit another sandbox; try later or elsewhere
+├── LostError                the sandbox or its node is gone, or was never known
+├── ProtocolError            the sandbox answered out of shape; it has been ended
+├── FileError                a file operation inside the sandbox failed
+└── InfrastructureError      the node failed at something else
+"""
+
+from __future__ import annotations
+
+
+class SandboxError(RuntimeError):
+    """The sandbox or the fleet is at fault, never the policy."""
+
+
+class BackendMissingError(SandboxError):
+    """A backend that this machine does not have."""
+
+
+class RefusedError(SandboxError):
+    """Admission was refused; `reason` is one of `sandboxes`, `memory`, `disk`, `start_rate`, `draining`."""
+
+    def __init__(self, message: str, reason: str = "sandboxes"):
+        super().__init__(message)
+        self.reason = reason
+
+
+class LostError(SandboxError):
+    """The sandbox died, its lease ended, or its node is gone."""
+
+
+class ProtocolError(SandboxError):
+    """A frame of a wrong shape, size or sequence."""
+
+
+class FileError(SandboxError):
+    """A file operation inside the sandbox failed: the text says which and why."""
+
+
+class InfrastructureError(SandboxError):
+    """Something else failed on the node."""
+
+
+_KINDS = {
+    kind.__name__: kind
+    for kind in (BackendMissingError, RefusedError, LostError, ProtocolError, FileError, InfrastructureError)
+}
+
+
+def to_wire(error: SandboxError) -> dict[str, str]:
+    """Returns an error as JSON values."""
+    return {
+        "type": type(error).__name__,
+        "message": str(error),
+        "reason": error.reason if isinstance(error, RefusedError) else "",
+    }
+
+
+def from_wire(data: dict[str, str]) -> SandboxError:
+    """Returns the error that `to_wire` described."""
+    kind = _KINDS.get(data["type"], InfrastructureError)
+    return RefusedError(data["message"], data["reason"]) if kind is RefusedError else kind(data["message"])

@@ -1,0 +1,127 @@
+"""The host's side of one resident agent: many commands at once over its channel, no trust in its replies."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from sandbox.channel import ByteReader, Header, encode, read_frame
+from sandbox.errors import LostError, ProtocolError, SandboxError
+
+_LATE_S = 10.0
+"""An agent that says nothing so long after a command's deadline counts as dead."""
+
+_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "exit_code": (int, type(None)),
+    "stdout_bytes": int,
+    "truncated": bool,
+    "timed_out": bool,
+    "cancelled": bool,
+    "duration_s": (int, float),
+}
+
+
+class ByteWriter(Protocol):
+    """Where frames go."""
+
+    def write(self, data: bytes) -> None:
+        """Queues bytes."""
+        ...
+
+    async def drain(self) -> None:
+        """Waits until the queue is short."""
+        ...
+
+
+class Resident:
+    """One agent. `kill` ends its sandbox; the first fault of the channel ends all waiting commands."""
+
+    def __init__(self, reader: ByteReader, writer: ByteWriter, kill: Callable[[], Awaitable[None]]):
+        self._reader, self._writer, self._kill = reader, writer, kill
+        self._ids = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[tuple[Header, bytes]]] = {}
+        self._task = asyncio.create_task(self._receive())
+        self.fault: SandboxError | None = None
+
+    async def request(self, header: Header, body: bytes = b"", *, timeout_s: float) -> tuple[Header, bytes]:
+        """Sends a request and returns the reply; a cancelled caller has its command killed.
+
+        Raises:
+            LostError: The sandbox is gone or does not answer.
+            ProtocolError: It answered out of shape, and was ended.
+        """
+        if self.fault is not None:
+            raise self.fault
+        number = next(self._ids)
+        reply: asyncio.Future[tuple[Header, bytes]] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = reply
+        try:
+            await self._send({**header, "id": number}, body)
+            async with asyncio.timeout(timeout_s + _LATE_S):
+                return await reply
+        except TimeoutError:
+            await self._end(LostError(f"the sandbox did not answer within {timeout_s + _LATE_S:.0f} s"))
+            assert self.fault is not None
+            raise self.fault from None
+        except asyncio.CancelledError:
+            if self.fault is None:
+                await self._send({"op": "kill", "target": number, "id": next(self._ids)}, b"")
+            raise
+        finally:
+            self._waiting.pop(number, None)
+
+    async def close(self) -> None:
+        """Ends the sandbox."""
+        await self._end(LostError("the sandbox was closed"))
+
+    async def _send(self, header: Header, body: bytes) -> None:
+        try:
+            self._writer.write(encode(header, body))
+            await self._writer.drain()
+        except (ConnectionError, OSError) as error:
+            await self._end(LostError(f"the sandbox is gone ({error})"))
+
+    async def _receive(self) -> None:
+        try:
+            while True:
+                header, body = await read_frame(self._reader)
+                self._deliver(header, body)
+        except SandboxError as error:
+            fault = LostError("the sandbox ended by itself") if isinstance(error, LostError) else error
+            await self._end(fault)
+
+    def _deliver(self, header: Header, body: bytes) -> None:
+        number = header.get("id")
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise ProtocolError("a reply without a number")
+        reply = self._waiting.get(number)
+        if reply is not None and not reply.done():
+            reply.set_result((header, body))
+
+    async def _end(self, fault: SandboxError) -> None:
+        if self.fault is not None:
+            return
+        self.fault = fault
+        for reply in self._waiting.values():
+            if not reply.done():
+                reply.set_exception(fault)
+        if asyncio.current_task() is not self._task:
+            self._task.cancel()
+        await self._kill()
+
+
+def check_result(header: Header, body: bytes, limit: int) -> Header:
+    """Returns the reply to a command when it has the right shape and size.
+
+    Raises:
+        ProtocolError: It has not.
+    """
+    for name, kind in _FIELDS.items():
+        value: Any = header.get(name, "missing")
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise ProtocolError(f"a reply whose {name} is {value!r}")
+    if not 0 <= header["stdout_bytes"] <= len(body) or len(body) > 2 * (limit + 128):
+        raise ProtocolError(f"a reply of {len(body)} bytes to a command limited to {limit}")
+    return header
