@@ -16,6 +16,7 @@ from rl.launch.run import RunFolder
 from rl.recipe import Outcome, Recipe
 from rl.trainers.learner import open_learner
 from rl.watch.watch import Watch
+from sandbox.backends.registry import choose
 from sandbox.client import Fleet
 
 _STOP_S = 6.0
@@ -32,13 +33,16 @@ async def drive(config: RunConfig, folder: RunFolder, watch: Watch, *, ray_actor
     """
     checkpoint = _checkpoint(config, folder, watch)
     await _reclaim(watch)
+    if build.environment(config).sandbox is not None:
+        backend = await choose(config.sandbox.backend)
+        watch.note(f"tools run in {backend.name} sandboxes")
     async with _processes(config, folder, watch, ray_actors) as (learner, generator):
         recipe = Recipe(config, learner.remote, generator.remote, lambda: publish(learner, generator), watch)
         return await recipe.run(checkpoint)
 
 
 def fleet_state() -> Path:
-    """Returns the folder of this user's sandbox node: `$TEMPERING_HOME/node`, by default in the home folder."""
+    """Returns the folder of this user's sandbox node: `$TEMPERING_HOME/node`, else in the home folder."""
     home = os.environ.get("TEMPERING_HOME") or "~/.tempering"
     return Path(home).expanduser() / "node"
 

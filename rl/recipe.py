@@ -1,8 +1,8 @@
-"""The stages of one training run: imitate, measure, reinforce, measure again; resumable between any two steps."""
+"""The stages of one run: imitate, measure, reinforce, measure again; resumable between any two steps."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ from envs.types import Trajectory, TrajectoryKey
 from model.engine.sampler import SamplingParams
 from rl import build
 from rl.checkpoint import Checkpoint
-from rl.controller import Controller, Generator, Learner, Plan
+from rl.controller import Controller, Generator, Learner, Plan, Publisher
 from rl.evaluation import EvalResult, summarize
 from rl.launch.config import RunConfig
 from rl.rollout.assignment import Assignment, Purpose
@@ -52,6 +52,10 @@ class StagedLearner(Learner, Protocol):
 class StagedGenerator(Generator, Protocol):
     """A generator that can also recover the samples of a killed run from its token log."""
 
+    async def interrupt(self) -> list[Trajectory]:
+        """Stops all samples at a token boundary and returns those that had finished."""
+        ...
+
     async def recover(self, version: int) -> Recovered:
         """Returns what the token log of a killed run holds."""
         ...
@@ -77,7 +81,7 @@ class Recipe:
     config: RunConfig
     learner: StagedLearner
     generator: StagedGenerator
-    publish: Callable[[], Awaitable[dict[str, float]]]
+    publish: Publisher
     watch: Watch
     sft_done: int = 0
     results: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -95,6 +99,7 @@ class Recipe:
             controller.extra_state = self._state()
             await controller.checkpoint()
         await controller.run()
+        controller.receive(await self.generator.interrupt())
         await self._measure("after", version=controller.version)
         return Outcome(self._results("before"), self._results("after"), controller.version)
 
@@ -203,8 +208,8 @@ class Recipe:
         await self.generator.resubmit(plan.resubmit)
         self.watch.note(
             f"resumed at step {checkpoint.step}; the token log held {len(plan.receive)} finished samples, "
-            f"{len(plan.resubmit)} unfinished ones that go on at their next token, and {len(plan.forget)} that "
-            f"the checkpoint had used; {recovered.lost_tokens} tokens were lost"
+            f"{len(plan.resubmit)} unfinished ones that go on at their next token, and {len(plan.forget)} "
+            f"that the checkpoint had used; {recovered.lost_tokens} tokens were lost"
         )
 
     def _results(self, when: str) -> dict[str, EvalResult]:
