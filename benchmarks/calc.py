@@ -88,19 +88,19 @@ def _run(root: Path, name: str, overrides: list[str]) -> tuple[Row, Row, float]:
     )
     seconds = time.monotonic() - started
     evaluations: dict[int, Row] = {}
-    for row in _rows(root / name):
-        found = {k.removeprefix("eval/calc/"): v for k, v in row.items() if k.startswith("eval/calc/")}
-        if found:
-            evaluations.setdefault(int(row["eval/step"]), {}).update(found)
+    for row in _rows(root / name, "eval"):
+        found = {key.removeprefix("eval/calc/"): value for key, value in row["metrics"].items()}
+        evaluations.setdefault(row["step"], {}).update(found)
     return evaluations[0], evaluations[max(evaluations)], seconds
 
 
 def _errors(run: Path) -> float:
-    return sum(float(row.get("rollout/all/error", 0.0)) for row in _rows(run))
+    return sum(row["metrics"]["rollout/all/error"] for row in _rows(run, "rollout"))
 
 
-def _rows(run: Path) -> list[Row]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+def _rows(run: Path, family: str) -> list[Row]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["family"] == family]
 
 
 if __name__ == "__main__":
