@@ -29,7 +29,8 @@ def _check_sizes(config: PolicyConfig) -> None:
         rope <= min(config.head_dim, config.index_head_dim),
         f"qk_rope_head_dim {rope} must fit into head_dim {config.head_dim} and index_head_dim {config.index_head_dim}",
     )
-    _require(config.head_dim % 16 == 0, f"head_dim {config.head_dim} must be a multiple of 16 (FP4 blocks)")
+    width = config.head_dim
+    _require(width == 16 or width % 32 == 0, f"head_dim {width} must be 16 or a multiple of 32 (blocks of the caches)")
     _require(
         config.index_head_dim % 32 == 0, f"index_head_dim {config.index_head_dim} must be a multiple of 32 (FP4 blocks)"
     )

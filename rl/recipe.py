@@ -52,7 +52,11 @@ class StagedLearner(Learner, Protocol):
 class StagedGenerator(Generator, Protocol):
     """A generator that can also recover the samples of a killed run from its token log."""
 
-    async def recover(self) -> Recovered:
+    async def interrupt(self) -> list[Trajectory]:
+        """Stops all samples at a token boundary and returns those that had finished."""
+        ...
+
+    async def recover(self, version: int) -> Recovered:
         """Returns what the token log of a killed run holds."""
         ...
 
@@ -95,6 +99,7 @@ class Recipe:
             controller.extra_state = self._state()
             await controller.checkpoint()
         await controller.run()
+        controller.receive(await self.generator.interrupt())
         await self._measure("after", version=controller.version)
         return Outcome(self._results("before"), self._results("after"), controller.version)
 
@@ -116,7 +121,7 @@ class Recipe:
             self.generator,
             self.publish,
             Dispatcher(config.rollout, lambda group: GroupPlan(size, env.name)),
-            Buffer(config.rollout),
+            Buffer(config.rollout, length=config.effort.length_penalty),
             stream,
             self.watch,
             first_step=config.sft.steps,
@@ -193,7 +198,7 @@ class Recipe:
         if "before" not in self.results:
             return
         await self.publish()
-        recovered = await self.generator.recover()
+        recovered = await self.generator.recover(controller.version)
         plan = plan_resume(controller.dispatcher, [recovered])
         for group in plan.groups:
             controller.announce(group)

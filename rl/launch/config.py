@@ -1,7 +1,7 @@
 """The configuration of a run: one validated model, composed of the components' own settings.
 
-Hydra composes the groups of `conf/`; this model validates the result and knows every key. A component that has
-settings owns a frozen dataclass; the sections without a component of their own stand here.
+Hydra composes the groups of `conf/`; this model validates the result and knows every key. A component that
+has settings owns a frozen dataclass; the sections without a component of their own stand here.
 """
 
 from __future__ import annotations
@@ -147,14 +147,20 @@ class RunConfig(Section):
         self.rollout.check_group_size(self.algorithm.group_size)
         if self.engine.max_completion_tokens >= self.engine.max_tokens:
             raise ValueError(
-                f"engine.max_completion_tokens={self.engine.max_completion_tokens} leaves no room for a prompt in "
-                f"engine.max_tokens={self.engine.max_tokens}; make the second larger"
+                f"engine.max_completion_tokens={self.engine.max_completion_tokens} leaves no room for a prompt "
+                f"in engine.max_tokens={self.engine.max_tokens}; make the second larger"
             )
         if self.trainer.temperature != self.engine.temperature:
             raise ValueError(
-                f"trainer.temperature={self.trainer.temperature} and engine.temperature={self.engine.temperature} "
-                "differ: the trainer would compare with another distribution; set both to the same value"
+                f"trainer.temperature={self.trainer.temperature} and engine.temperature="
+                f"{self.engine.temperature} differ: the trainer would compare with another distribution; set "
+                "engine.temperature only, the other follows"
             )
         if self.run.resume and self.run.clean:
             raise ValueError("run.resume and run.clean exclude each other; give one of them")
+        if self.rollout.max_total_tokens > self.engine.max_tokens:
+            raise ValueError(
+                f"rollout.max_total_tokens={self.rollout.max_total_tokens} is more than a sequence of the "
+                f"engine may have (engine.max_tokens={self.engine.max_tokens}); raise the second or lower the first"
+            )
         return self

@@ -107,8 +107,8 @@ def open_run(config: RunConfig) -> RunFolder:
     record = read_driver(path)
     if record is not None and record.alive:
         raise RunFolderError(
-            f"run {name!r} is being driven by process {record.pid}; wait for it, stop it (kill {record.pid}), "
-            "or choose another run.name"
+            f"run {name!r} is being driven by process {record.pid}; wait for it, stop it "
+            f"(kill {record.pid}), or choose another run.name"
         )
     if path.exists() and not (config.run.resume or config.run.clean):
         raise RunFolderError(

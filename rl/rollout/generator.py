@@ -131,6 +131,11 @@ class Generator:
             )
         return running
 
+    async def interrupt(self) -> list[Trajectory]:
+        """Stops like `stop` and returns the samples that had finished by then; the generator stays usable."""
+        await self.stop()
+        return await self._loop.collect(0.0)
+
     async def close(self, deadline_s: float = 10.0) -> None:
         """Stops, then closes engine and log. Sandboxes' fleet stays its owner's to close."""
         try:

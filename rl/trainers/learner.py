@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from envs.types import Group, Status, Trajectory
+from envs.types import Trajectory
 from model.checkpoint import save_policy
-from rewards import length
 from rl import build
 from rl.checkpoint import Checkpoint, CheckpointStore
 from rl.launch.config import RunConfig
@@ -60,26 +58,7 @@ class Learner:
         """Takes one step of RL on a batch of groups and returns its metrics."""
         assert self.rl is not None, "begin_reinforcement comes before the first step"
         assert batch.version == self.rl.version, "the controller counts the same steps"
-        groups = [self._priced(group, batch.version) for group in batch.groups]
-        return self.rl.step(groups, min_version=batch.min_version)
-
-    def _priced(self, group: Group, step: int) -> Group:
-        """Adds the effort's length penalty to a group's scores, when the run has one."""
-        penalty = self._config.effort.length_penalty
-        if penalty is None:
-            return group
-        members = group.trajectories
-        scores = length.apply(
-            penalty,
-            [t.score for t in members],
-            effort=group.effort,
-            tokens=[t.sampled_tokens for t in members],
-            truncated=[t.status is Status.TRUNCATED for t in members],
-            step=step,
-        )
-        return replace(
-            group, trajectories=tuple(replace(t, score=s) for t, s in zip(members, scores, strict=True))
-        )
+        return self.rl.step(batch.groups, min_version=batch.min_version)
 
     def snapshot(self) -> WeightSnapshot:
         """Returns the current weights, as the version that the next samples carry."""
