@@ -42,7 +42,7 @@ async def drive(config: RunConfig, folder: RunFolder, watch: Watch, *, ray_actor
 
 
 def fleet_state() -> Path:
-    """Returns the folder of this user's sandbox node: `$TEMPERING_HOME/node`, by default in the home folder."""
+    """Returns the folder of this user's sandbox node: `$TEMPERING_HOME/node`, else in the home folder."""
     home = os.environ.get("TEMPERING_HOME") or "~/.tempering"
     return Path(home).expanduser() / "node"
 

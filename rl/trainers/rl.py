@@ -84,7 +84,7 @@ class RLTrainer(Trainer):
             )
         self.config, self.algorithm, self.reference = config, algorithm, reference
         self.recovered_groups = 0
-        """Groups numbered below it began in an earlier attempt at the run, partly under lost weights."""
+        """Groups numbered below began in an earlier attempt at the run, partly under weights now lost."""
 
     def step(self, groups: Sequence[Group], *, min_version: int = 0) -> dict[str, float]:
         """Takes one optimiser step over `groups`; takes none, and says so, when there is nothing to learn.

@@ -107,8 +107,9 @@ class Teachers:
         if name not in self._loaded:
             policy = self._loaders[name]().requires_grad_(False)
             if policy.config.vocab_size != self._vocab_size:
+                size = policy.config.vocab_size
                 raise TeacherError(
-                    f"teacher {name!r} has {policy.config.vocab_size} tokens, the student {self._vocab_size}; "
+                    f"teacher {name!r} has {size} tokens, the student {self._vocab_size}; "
                     "choose a teacher with the student's tokenizer"
                 )
             self._loaded[name] = policy

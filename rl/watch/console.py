@@ -1,7 +1,6 @@
 """The terminal: one live screen, or plain lines where there is no terminal. Never silent for long.
 
-Both show the same numbers, and both are told the same: a phase and how far it is, new numbers, and lines worth
-keeping.
+Both show the same numbers, and are told the same: a phase and how far it is, new numbers, lines to keep.
 """
 
 from __future__ import annotations
