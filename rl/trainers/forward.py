@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from model.layers.indexer_loss import Variant
 from model.policy import PackedTokens, Policy, PolicyAux
 from rl.algorithms.linear import CHUNK_ELEMENTS, linear_logprobs
 from rl.trainers.packing import MicroBatch
@@ -38,7 +39,7 @@ def token_outputs(
     batch: MicroBatch,
     *,
     temperature: float = 1.0,
-    indexer_loss: bool = False,
+    indexer_loss: bool | Variant = False,
     logits_limit: int = CHUNK_ELEMENTS,
 ) -> TokenOutputs:
     """Runs the policy over a micro-batch."""

@@ -95,7 +95,7 @@ class OPDTrainer(Trainer):
         load = torch.zeros((), device=self.policy.device)
         for name, items, micro in self._by_teacher(taught):
             output = self.policy(
-                PackedTokens(micro.token_ids, micro.cu_seqlens), indexer_loss=self.indexer_coef > 0
+                PackedTokens(micro.token_ids, micro.cu_seqlens), indexer_loss=self.indexer_loss
             )
             loss, values = self._loss(name, items, micro, output)
             loss = self.config.weights.get(name, 1.0) * loss / trained
