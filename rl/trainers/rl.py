@@ -127,7 +127,7 @@ class RLTrainer(Trainer):
         for micro in micro_batches(samples, self.token_budget, device):
             members = [samples[i] for i in micro.indices]
             outputs = token_outputs(
-                self.policy, micro, temperature=self.config.temperature, indexer_loss=self.indexer_coef > 0
+                self.policy, micro, temperature=self.config.temperature, indexer_loss=self.indexer_loss
             )
             inputs = self._inputs(micro, outputs)
             self.require_finite(inputs.masked(inputs.sampler_logprobs), members, "sampler's log-probability")

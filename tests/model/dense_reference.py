@@ -1,4 +1,4 @@
-"""The policy once more, slowly: one document, plain autograd, every selection as a mask. Only for comparison."""
+"""The policy once more, slowly: one document, plain autograd, selections as masks. Only for comparison."""
 
 import torch
 from torch.nn import functional as F

@@ -51,7 +51,7 @@ def test_logits_and_gradients(request, name, fake_quant, dense_limit):
         if theirs is None:
             assert ours is None or not ours.any(), parameter
             continue
-        # Typical gradients are 1e-3 to 1e-2; those of hyper-connection scales are differences near rounding noise.
+        # Typical gradients are 1e-3 to 1e-2; those of hyper-connection scales are near rounding noise.
         assert (ours - theirs).abs().max() <= 2e-3 * theirs.abs().max() + 1e-6, parameter
 
 
