@@ -14,8 +14,10 @@ FILE_NAME = "curves.png"
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One diagram: its title, and the metrics in it with their labels. `share` fixes the axis to 0..1;
-    `window` is how many steps are averaged, `log` the kind of axis."""
+    """One diagram: its title, and the metrics in it with their labels.
+
+    `share` fixes the axis to 0..1, `window` is how many steps are averaged, `log` is the kind of axis.
+    """
 
     title: str
     lines: Sequence[tuple[str, str]]
