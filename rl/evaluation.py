@@ -14,7 +14,7 @@ from rl.rollout.buffer import outcome
 class EvalResult:
     """What an evaluation found: `n` samples were asked for, `n_valid` have a score.
 
-    `score` is the mean outcome over the valid ones and `stderr` its standard error; `tool_use` is the share of
+    `score` is the mean outcome over the valid ones and `stderr` its standard error, `tool_use` the share of
     valid samples that called a tool, `tokens` the mean number of sampled tokens, `truncated` the share cut by
     a limit. With no valid sample the means are NaN.
     """

@@ -1,8 +1,8 @@
-"""The stages of one training run: imitate, measure, reinforce, measure again; resumable between any two steps."""
+"""The stages of one run: imitate, measure, reinforce, measure again; resumable between any two steps."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ from envs.types import Trajectory, TrajectoryKey
 from model.engine.sampler import SamplingParams
 from rl import build
 from rl.checkpoint import Checkpoint
-from rl.controller import Controller, Generator, Learner, Plan
+from rl.controller import Controller, Generator, Learner, Plan, Publisher
 from rl.evaluation import EvalResult, summarize
 from rl.launch.config import RunConfig
 from rl.rollout.assignment import Assignment, Purpose
@@ -81,7 +81,7 @@ class Recipe:
     config: RunConfig
     learner: StagedLearner
     generator: StagedGenerator
-    publish: Callable[[], Awaitable[dict[str, float]]]
+    publish: Publisher
     watch: Watch
     sft_done: int = 0
     results: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -208,8 +208,8 @@ class Recipe:
         await self.generator.resubmit(plan.resubmit)
         self.watch.note(
             f"resumed at step {checkpoint.step}; the token log held {len(plan.receive)} finished samples, "
-            f"{len(plan.resubmit)} unfinished ones that go on at their next token, and {len(plan.forget)} that "
-            f"the checkpoint had used; {recovered.lost_tokens} tokens were lost"
+            f"{len(plan.resubmit)} unfinished ones that go on at their next token, and {len(plan.forget)} "
+            f"that the checkpoint had used; {recovered.lost_tokens} tokens were lost"
         )
 
     def _results(self, when: str) -> dict[str, EvalResult]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,12 +31,11 @@ class ReasoningGym:
 
     def __init__(self, generator: str, size: int = 500, **options: Any) -> None:
         try:
-            import reasoning_gym  # pyright: ignore
+            self._make: Any = importlib.import_module("reasoning_gym").create_dataset
         except ImportError as error:
             raise BrokenPluginError(
                 "the environment 'reasoning_gym' needs a package: `pip install reasoning-gym`"
             ) from error
-        self._make: Any = reasoning_gym.create_dataset  # pyright: ignore
         self.generator, self.size, self.options = generator, size, options
         try:
             self._dataset(0)
@@ -80,8 +80,5 @@ class ReasoningGym:
 
 def score_answer(generator: str, options: dict[str, Any], index: int, answer: str) -> float:
     """Judges one answer by the generator's rule; runs in a process of its own, for some rules are slow."""
-    import reasoning_gym  # pyright: ignore
-
-    dataset: Any = reasoning_gym.create_dataset(generator, **options)  # pyright: ignore
-    value: Any = dataset.score_answer(answer, dataset[index])
-    return float(value)
+    dataset = importlib.import_module("reasoning_gym").create_dataset(generator, **options)
+    return float(dataset.score_answer(answer, dataset[index]))

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from model.layers.indexer_loss import Variant
 from model.policy import Policy, PolicyAux
 from rl.trainers.data import Sample
 from rl.trainers.forward import token_outputs
@@ -40,10 +41,12 @@ class Trainer:
         token_budget: int,
         balance_coef: float,
         indexer_coef: float,
+        indexer_over: Variant = "sparse",
     ) -> None:
         self.policy, self.optimizer = policy, Optimizer(policy, optimizer)
         self.total_steps, self.token_budget = total_steps, token_budget
         self.balance_coef, self.indexer_coef = balance_coef, indexer_coef
+        self.indexer_loss: bool | Variant = indexer_over if indexer_coef else False
         self.steps = 0
         self.version = 0
 

@@ -84,7 +84,7 @@ class RLTrainer(Trainer):
             )
         self.config, self.algorithm, self.reference = config, algorithm, reference
         self.recovered_groups = 0
-        """Groups numbered below began in an earlier attempt at the run, partly under weights that are lost."""
+        """Groups numbered below began in an earlier attempt at the run, partly under weights now lost."""
 
     def step(self, groups: Sequence[Group], *, min_version: int = 0) -> dict[str, float]:
         """Takes one optimiser step over `groups`; takes none, and says so, when there is nothing to learn.
@@ -127,7 +127,7 @@ class RLTrainer(Trainer):
         for micro in micro_batches(samples, self.token_budget, device):
             members = [samples[i] for i in micro.indices]
             outputs = token_outputs(
-                self.policy, micro, temperature=self.config.temperature, indexer_loss=self.indexer_coef > 0
+                self.policy, micro, temperature=self.config.temperature, indexer_loss=self.indexer_loss
             )
             inputs = self._inputs(micro, outputs)
             self.require_finite(inputs.masked(inputs.sampler_logprobs), members, "sampler's log-probability")

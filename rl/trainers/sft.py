@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 
+from model.layers.indexer_loss import Variant
 from model.policy import Policy
 from rl.trainers.base import Trainer
 from rl.trainers.data import Sample
@@ -34,6 +35,8 @@ class SFTConfig:
         fake_quant: whether keys are rounded as the caches will store them.
         balance_coef: weight of the sequence-level balance loss.
         indexer_coef: weight of the indexers' KL loss; 0 leaves the indexers untrained.
+        indexer_over: what that loss ranks: each token's own selection (`sparse`), or all it could select
+            (`dense`), from which an untrained indexer learns what it misses.
     """
 
     steps: int = 250
@@ -43,6 +46,7 @@ class SFTConfig:
     fake_quant: bool = False
     balance_coef: float = 0.0
     indexer_coef: float = 0.0
+    indexer_over: Variant = "sparse"
 
 
 class SFTTrainer(Trainer):
@@ -58,6 +62,7 @@ class SFTTrainer(Trainer):
             token_budget=config.token_budget,
             balance_coef=config.balance_coef,
             indexer_coef=config.indexer_coef,
+            indexer_over=config.indexer_over,
         )
         self.config = config
 
@@ -76,7 +81,7 @@ class SFTTrainer(Trainer):
         loss_sum, correct = torch.zeros((), device=device), torch.zeros((), device=device)
         load, indexer = torch.zeros((), device=device), torch.zeros((), device=device)
         for batch in micro_batches(samples, self.token_budget, device):
-            outputs = token_outputs(self.policy, batch, indexer_loss=self.indexer_coef > 0)
+            outputs = token_outputs(self.policy, batch, indexer_loss=self.indexer_loss)
             loss = -outputs.logprobs.sum() / trained
             self.require_finite(loss.detach(), [samples[i] for i in batch.indices], "loss")
             share = len(batch.token_ids) / total
