@@ -9,7 +9,7 @@ from model.ops.records import record_bytes
 from model.ops.tile import round_bf16
 
 # Groups a program packs, and its warps.
-BLOCK, WARPS = 4, 4
+BLOCK, WARPS = 1, 2
 
 
 @triton.jit

@@ -110,7 +110,7 @@ def _forward(
 
 
 def forward(
-    query: Tensor, table: Tensor, keys: KeyRows, sink: Tensor, *, scale: float, exact: bool = False, stages: int = 3
+    query: Tensor, table: Tensor, keys: KeyRows, sink: Tensor, *, scale: float, exact: bool = False, stages: int = 2
 ) -> tuple[Tensor, Tensor]:
     """Output [T, H, D] and log-sum-exp [T, H] over `table` = entries followed by window rows."""
     count, heads, channels = query.shape

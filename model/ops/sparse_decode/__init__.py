@@ -22,6 +22,7 @@ def sparse_decode(
     sink: Tensor,
     *,
     scale: float,
+    counts: Tensor | None = None,
     exact: bool = False,
 ) -> Tensor:
     """Attention of B query tokens over selected main records and window records, with a sink per head.
@@ -36,6 +37,8 @@ def sparse_decode(
         window_indices: [B, W] int32 rows of `window`, padded with -1 at the end.
         sink: [H] fp32 logits.
         scale: softmax scale.
+        counts: [B, 2] int32, how many of the two lists' rows are set. One tensor serves all layers of a step; without
+            it each program counts for itself (about 2 us).
         exact: keep the tile order of `sparse_attention(..., exact=True)`, whose output this then equals bit for bit
             for any batch when both list the same keys in the same order (the window oldest first).
 
@@ -55,5 +58,5 @@ def sparse_decode(
     if use_kernel("sparse_decode", query):
         from model.ops.sparse_decode import triton
 
-        return triton.decode(query, records, indices, window, window_indices, sink, scale=scale, exact=exact)
+        return triton.decode(query, records, indices, window, window_indices, sink, scale=scale, counts=counts, exact=exact)
     return reference.decode(query, records, indices, window, window_indices, sink, scale=scale)

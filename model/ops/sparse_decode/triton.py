@@ -94,6 +94,7 @@ def _decode(
     indices,
     window,
     window_indices,
+    counts,
     sink,
     out,
     partial_max,
@@ -109,11 +110,18 @@ def _decode(
     BLOCK: tl.constexpr,
     WINDOW_BLOCK: tl.constexpr,
     BRANCHED: tl.constexpr,
+    COUNTED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     half = tl.program_id(2)
     HALF: tl.constexpr = D // 2
+    if COUNTED:
+        main_count = tl.load(counts + row * 2)
+        window_count = tl.load(counts + row * 2 + 1)
+    else:
+        main_count = _count(indices + row * KEYS, KEYS)
+        window_count = _count(window_indices + row * WINDOW, WINDOW)
     h = tl.arange(0, HEADS)
     d = tl.arange(0, HALF)
     q_pointer = query + row * HEADS * D + h[:, None] * D + d[None, :]
@@ -130,7 +138,7 @@ def _decode(
     MAIN: tl.constexpr = D // 2 + D // 16
     g = tl.arange(0, HALF // 16)
     PART: tl.constexpr = (KEYS + SPLITS - 1) // SPLITS
-    limit = tl.minimum(_count(indices + row * KEYS, KEYS), (split + 1) * PART)
+    limit = tl.minimum(main_count, (split + 1) * PART)
     for n in tl.range(split * PART, (split + 1) * PART, BLOCK):
         c = n + tl.arange(0, BLOCK)
         i = tl.load(indices + row * KEYS + c, mask=c < KEYS, other=-1)
@@ -148,7 +156,7 @@ def _decode(
     RECENT: tl.constexpr = D + D // 32
     e = tl.arange(0, HALF // 32)
     WINDOW_PART: tl.constexpr = (WINDOW + SPLITS - 1) // SPLITS
-    limit = tl.minimum(_count(window_indices + row * WINDOW, WINDOW), (split + 1) * WINDOW_PART)
+    limit = tl.minimum(window_count, (split + 1) * WINDOW_PART)
     for n in tl.range(split * WINDOW_PART, (split + 1) * WINDOW_PART, WINDOW_BLOCK):
         c = n + tl.arange(0, WINDOW_BLOCK)
         i = tl.load(window_indices + row * WINDOW + c, mask=c < WINDOW, other=-1)
@@ -208,6 +216,7 @@ def decode(
     sink: Tensor,
     *,
     scale: float,
+    counts: Tensor | None = None,
     exact: bool = False,
     cut: Tiling | None = None,
 ) -> Tensor:
@@ -226,6 +235,7 @@ def decode(
         indices,
         window,
         window_indices,
+        indices if counts is None else counts.contiguous(),
         sink,
         partial if parts else out,
         stats[0],
@@ -241,6 +251,7 @@ def decode(
         BLOCK=cut.block,
         WINDOW_BLOCK=cut.window_block,
         BRANCHED=cut.branched,
+        COUNTED=counts is not None,
         num_warps=cut.warps,
         num_stages=cut.stages,
     )

@@ -5,12 +5,29 @@ searched bit by bit. A row with more survivors than the buffer (long runs of equ
 and prefix sums only, no atomics: the same set in the same order every time.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 _SURVIVORS = 2048
+_POSTPONED = tl.constexpr(-2)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Groups of a row, scores read at once, warps, and whether rows with long ties are searched in the same kernel."""
+
+    groups: int
+    read: int
+    warps: int
+    in_place: bool
+
+
+FEW_ROWS = Tuning(groups=4096, read=2048, warps=8, in_place=True)
+MANY_ROWS = Tuning(groups=2048, read=2048, warps=4, in_place=False)
 
 
 @triton.jit
@@ -138,7 +155,7 @@ def _select_in_place(scores, begin, end, bound, out, K: tl.constexpr, BLOCK: tl.
 def _select(
     scores, begins, ends, maxima, groups, survivors, out, stride, width, HAS_BEGINS: tl.constexpr,
     HAS_ENDS: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr, SURVIVORS: tl.constexpr
+    BLOCK: tl.constexpr, SURVIVORS: tl.constexpr, IN_PLACE: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     begin = 0
@@ -172,6 +189,7 @@ def _select(
         found += tl.sum(keep.to(tl.int32), 0)
     tl.debug_barrier()
 
+    p = tl.arange(0, K_PADDED)
     if found <= SURVIVORS:
         c = tl.arange(0, SURVIVORS)
         keys = tl.load(keys_out + c, mask=c < found, other=0).to(tl.uint32, bitcast=True)
@@ -179,19 +197,50 @@ def _select(
         threshold = _kth(keys, K, 16)
         need = K - tl.sum((keys > threshold).to(tl.int32), 0)
         _, taken = _emit(keys, column, threshold, need, found * 0, found * 0, out, K)
-    else:
+        tl.store(out + p, p * 0 - 1, mask=(p >= taken) & (p < K))
+    elif IN_PLACE:
         taken = _select_in_place(scores, begin, end, _kth(top, K, 16), out, K, 4096)
-    p = tl.arange(0, K_PADDED)
-    tl.store(out + p, p * 0 - 1, mask=(p >= taken) & (p < K))
+        tl.store(out + p, p * 0 - 1, mask=(p >= taken) & (p < K))
+    else:
+        tl.store(out, found * 0 + _POSTPONED)
 
 
-def topk(scores: Tensor, k: int, *, begins: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
-    """See `model.ops.topk.topk`."""
+@triton.jit
+def _select_postponed(
+    scores, begins, ends, maxima, out, stride, width, HAS_BEGINS: tl.constexpr, HAS_ENDS: tl.constexpr,
+    K: tl.constexpr, K_PADDED: tl.constexpr, GROUPS: tl.constexpr
+):  # fmt: skip
+    """The search in place of the rows that `_select` left: a kernel of its own keeps the other rows' registers few."""
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(out + row * K) == _POSTPONED:
+        begin = 0
+        end = width
+        if HAS_BEGINS:
+            begin = tl.load(begins + row)
+        if HAS_ENDS:
+            end = tl.load(ends + row)
+        top = tl.load(maxima + row * GROUPS + tl.arange(0, GROUPS)).to(tl.uint32, bitcast=True)
+        bound = _kth(top, K, 16)
+        taken = _select_in_place(scores + row * stride, begin, end, bound, out + row * K, K, 4096)
+        p = tl.arange(0, K_PADDED)
+        tl.store(out + row * K + p, p * 0 - 1, mask=(p >= taken) & (p < K))
+
+
+def topk(
+    scores: Tensor,
+    k: int,
+    *,
+    begins: Tensor | None = None,
+    ends: Tensor | None = None,
+    tuning: Tuning | None = None,
+) -> Tensor:
+    """See `model.ops.topk.topk`; the result does not depend on `tuning` (for tests and benchmarks)."""
     rows, width = scores.shape
+    tuning = tuning or (FEW_ROWS if rows <= 256 else MANY_ROWS)
     assert width < 2**21, f"counts have 21 bits: a row of {width} scores is too long"
     assert scores.stride(1) == 1, "scores must be contiguous along the row"
     padded = triton.next_power_of_2(k)
-    groups = max(padded, min(triton.next_power_of_2(width), 4096 if rows <= 256 else 2048))
+    groups = max(padded, min(triton.next_power_of_2(width), tuning.groups))
     group = max(1, triton.next_power_of_2(triton.cdiv(width, groups)))
     survivors = max(_SURVIVORS, 2 * padded)
     scratch = scores.new_empty((3, rows, groups), dtype=torch.int32)
@@ -206,7 +255,12 @@ def topk(scores: Tensor, k: int, *, begins: Tensor | None = None, ends: Tensor |
     )  # fmt: skip
     _select[(rows,)](
         scores, begins, ends, scratch[0], scratch[1], kept, out, scores.stride(0), width, **flags, K=k,
-        K_PADDED=padded, GROUP=group, GROUPS=groups, BLOCK=max(1, 2048 // group), SURVIVORS=survivors,
-        num_warps=8 if rows <= 256 else 4,
+        K_PADDED=padded, GROUP=group, GROUPS=groups, BLOCK=max(1, tuning.read // group), SURVIVORS=survivors,
+        IN_PLACE=tuning.in_place, num_warps=tuning.warps,
     )  # fmt: skip
+    if not tuning.in_place:
+        _select_postponed[(rows,)](
+            scores, begins, ends, scratch[0], out, scores.stride(0), width, **flags, K=k, K_PADDED=padded,
+            GROUPS=groups, num_warps=8,
+        )  # fmt: skip
     return out
