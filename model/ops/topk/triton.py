@@ -26,7 +26,7 @@ class Tuning:
     in_place: bool
 
 
-FEW_ROWS = Tuning(groups=4096, read=2048, warps=8, in_place=True)
+FEW_ROWS = Tuning(groups=4096, read=4096, warps=8, in_place=True)
 MANY_ROWS = Tuning(groups=2048, read=2048, warps=4, in_place=False)
 
 
