@@ -22,7 +22,9 @@ class Attention:
     grad: Tensor
 
 
-def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0, device: str = "cuda") -> Tensor:
+def normal(
+    *shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0, device: str = "cuda"
+) -> Tensor:
     """Normal random numbers, made in place so that large tensors need no second copy."""
     out = torch.empty(shape, device=device, dtype=dtype)
     for part in out.view(-1).split(1 << 27):
@@ -31,7 +33,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0,
 
 
 def selection(queries: int, entries: int, kind: str, topk: int = TOPK, device: str = "cuda") -> Tensor:
-    """Distinct ascending rows [T, K]: "random", or "drift" where 80 % are shared by 64 neighbouring queries."""
+    """Distinct ascending rows [T, K]: "random", or "drift" (64 neighbouring queries share 80 %)."""
     picks = torch.randint(0, entries, (queries, 2 * topk), device=device)
     if kind == "drift":
         base = torch.randint(0, entries, (queries // 64 + 1, 2 * topk), device=device)
@@ -45,7 +47,13 @@ def selection(queries: int, entries: int, kind: str, topk: int = TOPK, device: s
 
 
 def attention(
-    queries: int, entries: int, kind: str = "random", *, heads: int = HEADS, width: int = WIDTH, topk: int = TOPK
+    queries: int,
+    entries: int,
+    kind: str = "random",
+    *,
+    heads: int = HEADS,
+    width: int = WIDTH,
+    topk: int = TOPK,
 ) -> Attention:
     """A packed batch of two sequences; the first rows select fewer entries than K."""
     indices = selection(queries, entries, kind, topk)

@@ -1,6 +1,7 @@
-"""Two memory-bound passes: update with input mix and norm (streams read and written once), then the coefficients.
+"""Two memory-bound passes: update with input mix and norm, then the coefficients.
 
-One kernel for both is slower: the projection's product needs tiles that the update's registers leave no room for.
+One kernel for both is slower: the projection's product needs tiles that the update's registers leave no room
+for.
 """
 
 import torch
@@ -15,13 +16,26 @@ _LOGITS = 32
 
 @triton.jit
 def _update(
-    streams, branch, coefficients, norm, updated, normed, squares, count, eps, D: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr
-):  # fmt: skip
+    streams,
+    branch,
+    coefficients,
+    norm,
+    updated,
+    normed,
+    squares,
+    count,
+    eps,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = (t < count)[:, None]
     row = t.to(tl.int64)[:, None]
-    k = tl.load(coefficients + t[:, None] * 24 + tl.arange(0, 32)[None, :], mask=inside & (tl.arange(0, 32) < 24)[None, :])
+    k = tl.load(
+        coefficients + t[:, None] * 24 + tl.arange(0, 32)[None, :],
+        mask=inside & (tl.arange(0, 32) < 24)[None, :],
+    )
     pick = tl.arange(0, 32)[None, :]
     mixes = ()
     square = tl.zeros((BLOCK, CHUNK), tl.float32)
@@ -45,7 +59,7 @@ def _update(
             length += z.to(tl.float32) * z.to(tl.float32)
             mix += _coefficient(k, pick, o) * z.to(tl.float32)
         mix = round_bf16(mix)
-        mixes = mixes + (mix,)
+        mixes = mixes + (mix,)  # noqa: RUF005
         square += mix.to(tl.float32) * mix.to(tl.float32)
     tl.store(squares + t, tl.sum(length, 1), mask=t < count)
     factor = tl.rsqrt(tl.sum(square, 1) * (1.0 / D) + eps)[:, None]
@@ -69,12 +83,24 @@ def _sigmoid(x):
 
 @triton.jit
 def _coefficients(
-    streams, squares, projection, base, scale, logits, out, count, K: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr
+    streams,
+    squares,
+    projection,
+    base,
+    scale,
+    logits,
+    out,
+    count,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):
-    """Projection (columns 0-31 and 32-63 are the high and low parts of the weight), then gates and Sinkhorn rounds.
+    """Projection, then gates and Sinkhorn rounds.
 
-    The sums of squares come from the caller: Triton 3.6 races when a pipelined operand of a dot is used in other
-    arithmetic too, and a second load would not be pipelined.
+    Columns 0-31 and 32-63 of the projection are the high and low parts of the weight.
+
+    The sums of squares come from the caller: Triton 3.6 races when a pipelined operand of a dot is used in
+    other arithmetic too, and a second load would not be pipelined.
     """
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.minimum(t, count - 1).to(tl.int64)[:, None]
@@ -109,7 +135,7 @@ def _coefficients(
 
 
 def split_projection(projection: Tensor) -> Tensor:
-    """[24, K] fp32 -> [K, 64] bf16: high parts in columns 0-23, low parts in columns 32-55, so that two products add."""
+    """[24, K] fp32 -> [K, 64] bf16: high parts in columns 0-23, low parts in columns 32-55."""
     high = projection.to(torch.bfloat16)
     parts = projection.new_zeros((projection.shape[1], 2, 32), dtype=torch.bfloat16)
     parts[:, 0, :24] = high.T
@@ -129,23 +155,52 @@ def coefficients(streams: Tensor, squares: Tensor, projection: Tensor, base: Ten
     logits = torch.empty((count, _LOGITS), dtype=torch.float32, device=streams.device)
     block = 64
     _coefficients[(triton.cdiv(count, block),)](
-        streams, squares, projection, base, scale, logits, out, count, K=depth, BLOCK=block, DEPTH=step, num_warps=4,
+        streams,
+        squares,
+        projection,
+        base,
+        scale,
+        logits,
+        out,
+        count,
+        K=depth,
+        BLOCK=block,
+        DEPTH=step,
+        num_warps=4,
         num_stages=4,
-    )  # fmt: skip
+    )
     return out
 
 
 def update(
-    streams: Tensor, branch: Tensor, coefficient: Tensor, norm: Tensor, eps: float, *, block: int = 1, warps: int = 8
+    streams: Tensor,
+    branch: Tensor,
+    coefficient: Tensor,
+    norm: Tensor,
+    eps: float,
+    *,
+    block: int = 2,
+    warps: int = 8,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Updated streams, the normalised input of the next site, and the streams' sums of squares [T]."""
     count, _, width = streams.shape
     updated, normed = torch.empty_like(streams), torch.empty_like(branch)
     squares = torch.empty(count, dtype=torch.float32, device=streams.device)
     _update[(triton.cdiv(count, block),)](
-        streams, branch, coefficient, norm, updated, normed, squares, count, eps, D=width, BLOCK=block,
-        CHUNK=min(1024, triton.next_power_of_2(width)), num_warps=warps,
-    )  # fmt: skip
+        streams,
+        branch,
+        coefficient,
+        norm,
+        updated,
+        normed,
+        squares,
+        count,
+        eps,
+        D=width,
+        BLOCK=block,
+        CHUNK=min(1024, triton.next_power_of_2(width)),
+        num_warps=warps,
+    )
     return updated, normed, squares
 
 
@@ -161,5 +216,7 @@ def hyper_boundary(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `model.ops.hyper_boundary.hyper_boundary`."""
-    updated, normed, squares = update(streams.contiguous(), branch.contiguous(), coefficient.contiguous(), norm, eps)
+    updated, normed, squares = update(
+        streams.contiguous(), branch.contiguous(), coefficient.contiguous(), norm, eps
+    )
     return updated, normed, coefficients(updated, squares, split_projection(projection), base, scale)

@@ -16,9 +16,20 @@ _TILES = 32
 
 @triton.jit
 def _tile(
-    q, w, keys, scores, t, start, count, width, HEADS: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr,
-    BLOCK: tl.constexpr, WHOLE: tl.constexpr
-):  # fmt: skip
+    q,
+    w,
+    keys,
+    scores,
+    t,
+    start,
+    count,
+    width,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    QUERIES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
     n = start + tl.arange(0, BLOCK)
     d = tl.arange(0, D)
     target = scores + t.to(tl.int64)[None, :] * width + n[:, None]
@@ -58,7 +69,9 @@ def _scores(
         q = operand(tl.load(query + r[:, None] * D + d[None, :]))
         w = tl.load(weights + r)
     else:
-        q = operand(tl.load(query + r[:, None] * D + d[None, :], mask=(r < count * HEADS)[:, None], other=0.0))
+        q = operand(
+            tl.load(query + r[:, None] * D + d[None, :], mask=(r < count * HEADS)[:, None], other=0.0)
+        )
         w = tl.load(weights + r, mask=r < count * HEADS, other=0.0)
     start = tl.program_id(0) * TILES * BLOCK
     begin = tl.min(tl.load(begins + t, mask=t < count, other=width), 0) // BLOCK * BLOCK
@@ -69,7 +82,9 @@ def _scores(
         for j in tl.range(0, TILES):
             _tile(q, w, keys, scores, t, start + j * BLOCK, count, width, HEADS, D, QUERIES, BLOCK, True)
     else:
-        for n in tl.range(tl.maximum(start, begin), tl.minimum(start + TILES * BLOCK, end), BLOCK, num_stages=1):
+        for n in tl.range(
+            tl.maximum(start, begin), tl.minimum(start + TILES * BLOCK, end), BLOCK, num_stages=1
+        ):
             _tile(q, w, keys, scores, t, n, count, width, HEADS, D, QUERIES, BLOCK, WHOLE)
 
 
@@ -105,7 +120,9 @@ def index_scores(
     return out
 
 
-def index_topk(query: Tensor, keys: Tensor, weights: Tensor, k: int, *, begins: Tensor, ends: Tensor) -> Tensor:
+def index_topk(
+    query: Tensor, keys: Tensor, weights: Tensor, k: int, *, begins: Tensor, ends: Tensor
+) -> Tensor:
     """See `model.ops.indexer.index_topk`."""
     query, keys, weights = query.contiguous(), keys.contiguous(), weights.contiguous()
     count = len(query)

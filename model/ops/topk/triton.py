@@ -1,8 +1,8 @@
 """Exact top-k by group maxima: the k-th largest maximum bounds the k-th largest score from below.
 
-Only groups whose maximum reaches the bound are read (about k of 4096); what survives is compacted in column order and
-searched bit by bit. A row with more survivors than the buffer (long runs of equal scores) is searched in place. Counts
-and prefix sums only, no atomics: the same set in the same order every time.
+Only groups whose maximum reaches the bound are read (about k of 4096); what survives is compacted in column
+order and searched bit by bit. A row with more survivors than the buffer (long runs of equal scores) is
+searched in place. Counts and prefix sums only, no atomics: the same set in the same order every time.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _POSTPONED = tl.constexpr(-2)
 
 @dataclass(frozen=True)
 class Tuning:
-    """Groups of a row, scores read at once, warps, and whether rows with long ties are searched in the same kernel."""
+    """Groups of a row, scores read at once, warps, and whether long ties are searched in the same kernel."""
 
     groups: int
     read: int
@@ -46,7 +46,7 @@ def _step(round_number):
 
 @triton.jit
 def _advance(threshold, step, counts, K: tl.constexpr):
-    """Raise the threshold by the largest of 1..3 steps that still has K keys; three counts of 21 bits in one int64."""
+    """Raise the threshold by the largest of 1..3 steps that still has K keys; counts as in `_packed`."""
     c1 = counts & 0x1FFFFF
     c2 = (counts >> 21) & 0x1FFFFF
     c3 = counts >> 42
@@ -66,7 +66,7 @@ def _packed(keys, threshold, step):
 
 @triton.jit
 def _kth(keys, K: tl.constexpr, ROUNDS: tl.constexpr):
-    """The largest t, to 2 * ROUNDS leading bits, that at least K keys reach; 0 when there are fewer than K."""
+    """The largest t, to 2 * ROUNDS leading bits, that at least K keys reach; 0 with fewer than K."""
     threshold = tl.min(keys, 0) * 0
     for j in tl.range(0, ROUNDS):
         step = _step(j)
@@ -76,9 +76,18 @@ def _kth(keys, K: tl.constexpr, ROUNDS: tl.constexpr):
 
 @triton.jit
 def _group_maxima(
-    scores, begins, ends, maxima, stride, width, HAS_BEGINS: tl.constexpr, HAS_ENDS: tl.constexpr, GROUP: tl.constexpr,
-    GROUPS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+    scores,
+    begins,
+    ends,
+    maxima,
+    stride,
+    width,
+    HAS_BEGINS: tl.constexpr,
+    HAS_ENDS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(1).to(tl.int64)
     g = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     begin = 0
@@ -101,7 +110,7 @@ def _read(scores, column, inside, begin, end):
 
 @triton.jit
 def _emit(keys, column, threshold, need, equal_before, base, out, K: tl.constexpr):
-    """Store the chosen columns of one tile in order; returns how many keys equal the threshold and were chosen."""
+    """Store the chosen columns of a tile in order; returns how many equal the threshold, how many chosen."""
     above = keys > threshold
     equal = (keys == threshold) & (keys > 0)
     rank = equal_before + tl.cumsum(equal.to(tl.int32), 0)
@@ -125,8 +134,8 @@ def _count_above(scores, begin, end, threshold, BLOCK: tl.constexpr):
 def _select_in_place(scores, begin, end, bound, out, K: tl.constexpr, BLOCK: tl.constexpr):
     """The search over the whole row, for rows with too many candidates; returns how many were chosen.
 
-    `bound` is the K-th largest group maximum. Such rows mostly have a long run of scores equal to it, and then fewer
-    than K are above it and it is the threshold; else the search goes bit by bit.
+    `bound` is the K-th largest group maximum. Such rows mostly have a long run of scores equal to it, and
+    then fewer than K are above it and it is the threshold; else the search goes bit by bit.
     """
     c = tl.arange(0, BLOCK)
     first = begin // BLOCK * BLOCK
@@ -153,10 +162,25 @@ def _select_in_place(scores, begin, end, bound, out, K: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def _select(
-    scores, begins, ends, maxima, groups, survivors, out, stride, width, HAS_BEGINS: tl.constexpr,
-    HAS_ENDS: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr, SURVIVORS: tl.constexpr, IN_PLACE: tl.constexpr
-):  # fmt: skip
+    scores,
+    begins,
+    ends,
+    maxima,
+    groups,
+    survivors,
+    out,
+    stride,
+    width,
+    HAS_BEGINS: tl.constexpr,
+    HAS_ENDS: tl.constexpr,
+    K: tl.constexpr,
+    K_PADDED: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SURVIVORS: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     begin = 0
     end = width
@@ -207,10 +231,20 @@ def _select(
 
 @triton.jit
 def _select_postponed(
-    scores, begins, ends, maxima, out, stride, width, HAS_BEGINS: tl.constexpr, HAS_ENDS: tl.constexpr,
-    K: tl.constexpr, K_PADDED: tl.constexpr, GROUPS: tl.constexpr
-):  # fmt: skip
-    """The search in place of the rows that `_select` left: a kernel of its own keeps the other rows' registers few."""
+    scores,
+    begins,
+    ends,
+    maxima,
+    out,
+    stride,
+    width,
+    HAS_BEGINS: tl.constexpr,
+    HAS_ENDS: tl.constexpr,
+    K: tl.constexpr,
+    K_PADDED: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """The search in place of the rows that `_select` left; a kernel of its own keeps its registers few."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(out + row * K) == _POSTPONED:
         begin = 0
@@ -250,17 +284,51 @@ def topk(
     begins, ends = (scores if x is None else x for x in (begins, ends))
     block = min(groups, max(1, 4096 // group))
     _group_maxima[(groups // block, rows)](
-        scores, begins, ends, scratch[0], scores.stride(0), width, **flags, GROUP=group, GROUPS=groups, BLOCK=block,
+        scores,
+        begins,
+        ends,
+        scratch[0],
+        scores.stride(0),
+        width,
+        **flags,
+        GROUP=group,
+        GROUPS=groups,
+        BLOCK=block,
         num_warps=4,
-    )  # fmt: skip
+    )
     _select[(rows,)](
-        scores, begins, ends, scratch[0], scratch[1], kept, out, scores.stride(0), width, **flags, K=k,
-        K_PADDED=padded, GROUP=group, GROUPS=groups, BLOCK=max(1, tuning.read // group), SURVIVORS=survivors,
-        IN_PLACE=tuning.in_place, num_warps=tuning.warps,
-    )  # fmt: skip
+        scores,
+        begins,
+        ends,
+        scratch[0],
+        scratch[1],
+        kept,
+        out,
+        scores.stride(0),
+        width,
+        **flags,
+        K=k,
+        K_PADDED=padded,
+        GROUP=group,
+        GROUPS=groups,
+        BLOCK=max(1, tuning.read // group),
+        SURVIVORS=survivors,
+        IN_PLACE=tuning.in_place,
+        num_warps=tuning.warps,
+    )
     if not tuning.in_place:
         _select_postponed[(rows,)](
-            scores, begins, ends, scratch[0], out, scores.stride(0), width, **flags, K=k, K_PADDED=padded,
-            GROUPS=groups, num_warps=8,
-        )  # fmt: skip
+            scores,
+            begins,
+            ends,
+            scratch[0],
+            out,
+            scores.stride(0),
+            width,
+            **flags,
+            K=k,
+            K_PADDED=padded,
+            GROUPS=groups,
+            num_warps=8,
+        )
     return out

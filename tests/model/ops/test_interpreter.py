@@ -51,7 +51,9 @@ def test_attention_forward_and_backward(interpreted):
     query, keys, window = (torch.randn(*s).bfloat16() for s in ((count, H, D), (entries, D), (count, D)))
     sink, grad = torch.randn(H), torch.randn(count, H, D).bfloat16()
     module = "model.ops.sparse_attention.triton"
-    rows = interpreted(module, "joint_rows", indices, first, last, entries=entries, window_size=window_size, width=D)
+    rows = interpreted(
+        module, "joint_rows", indices, first, last, entries=entries, window_size=window_size, width=D
+    )
     table = torch.cat([keys, window])
     out, lse = interpreted(module, "forward", query, table, rows, sink, scale=SCALE)
 
@@ -99,7 +101,11 @@ def test_topk_of_rows_with_long_ties(interpreted, tuning):
 
 def test_indexer(interpreted):
     torch.manual_seed(0)
-    query, keys, weights = torch.randn(6, 32, 32).bfloat16(), torch.randn(150, 32).bfloat16(), torch.randn(6, 32)
+    query, keys, weights = (
+        torch.randn(6, 32, 32).bfloat16(),
+        torch.randn(150, 32).bfloat16(),
+        torch.randn(6, 32),
+    )
     ranges = {
         "begins": torch.tensor([0, 0, 0, 90, 90, 90]).int(),
         "ends": torch.tensor([0, 50, 88, 91, 130, 150]).int(),
@@ -144,12 +150,23 @@ def test_pack_keys(interpreted, kind):
     plain[0] = 0
     plain[1, :8] = torch.tensor([6.0, 0.25, -0.25, 0.75, 5.0, -0.0, 2.5, 3.5])
     arguments = (kind, plain, None, 1, torch.arange(9).int(), None, 1e-6, None)
-    for got, expected in zip(interpreted(module, "pack_keys", *arguments), packing.pack_keys(*arguments), strict=True):
+    for got, expected in zip(
+        interpreted(module, "pack_keys", *arguments), packing.pack_keys(*arguments), strict=True
+    ):
         assert torch.equal(got, expected)
 
     angle = torch.rand(4, 8) * 6
     starts = torch.tensor([0, 2, 5, 7]).int()
-    arguments = (kind, torch.randn(9, D), torch.randn(9, D), 2, starts, torch.rand(D), 1e-6, (angle.cos(), angle.sin()))
+    arguments = (
+        kind,
+        torch.randn(9, D),
+        torch.randn(9, D),
+        2,
+        starts,
+        torch.rand(D),
+        1e-6,
+        (angle.cos(), angle.sin()),
+    )
     latent, records = interpreted(module, "pack_keys", *arguments)
     expected_latent, expected_records = packing.pack_keys(*arguments)
     torch.testing.assert_close(latent, expected_latent)

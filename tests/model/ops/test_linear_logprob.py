@@ -19,7 +19,9 @@ def test_gradients_of_both_outputs():
     hidden = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(11, 8, dtype=torch.float64, requires_grad=True)
     labels = torch.randint(0, 11, (5,))
-    assert torch.autograd.gradcheck(lambda h, w: linear_logprob(h, w, labels, temperature=1.3), (hidden, weight))
+    assert torch.autograd.gradcheck(
+        lambda h, w: linear_logprob(h, w, labels, temperature=1.3), (hidden, weight)
+    )
 
 
 def test_wrong_arguments_are_refused():

@@ -12,7 +12,9 @@ def test_pooling_is_a_softmax_per_channel_over_the_groups_rows():
     latent, records = pack_keys("main", values, gates=gates, ratio=2)
     assert latent.shape == (3, 64) and records.shape == (3, 36)
     weight = torch.sigmoid(gates[4] - gates[5])
-    torch.testing.assert_close(latent[2].float(), weight * values[4] + (1 - weight) * values[5], atol=0.02, rtol=0.01)
+    torch.testing.assert_close(
+        latent[2].float(), weight * values[4] + (1 - weight) * values[5], atol=0.02, rtol=0.01
+    )
 
 
 def test_starts_place_groups_anywhere():
@@ -30,7 +32,9 @@ def test_norm_then_rotation_of_the_last_channels():
     expected = torch.nn.functional.rms_norm(values.bfloat16().float(), (64,), norm, 1e-6)
     torch.testing.assert_close(latent.float(), expected, atol=0.02, rtol=0.01)
     stored = unpack("window", records)
-    torch.testing.assert_close(stored[1, 60:62], torch.stack([-expected[1, 61], expected[1, 60]]), atol=0.1, rtol=0.07)
+    torch.testing.assert_close(
+        stored[1, 60:62], torch.stack([-expected[1, 61], expected[1, 60]]), atol=0.1, rtol=0.07
+    )
     torch.testing.assert_close(stored[1, 62:], -expected[1, 62:], atol=0.1, rtol=0.07)
     torch.testing.assert_close(stored[:, :60], expected[:, :60], atol=0.1, rtol=0.07)
 

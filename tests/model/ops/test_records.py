@@ -13,7 +13,18 @@ def test_record_sizes_give_the_published_bytes_a_token():
 
 @pytest.mark.parametrize(
     ("value", "stored"),
-    [(0.25, 0), (0.75, 1), (1.25, 1), (1.75, 2), (2.5, 2), (3.5, 4), (5.0, 4), (5.1, 6), (-2.5, -2), (0.3, 0.5)],
+    [
+        (0.25, 0),
+        (0.75, 1),
+        (1.25, 1),
+        (1.75, 2),
+        (2.5, 2),
+        (3.5, 4),
+        (5.0, 4),
+        (5.1, 6),
+        (-2.5, -2),
+        (0.3, 0.5),
+    ],
 )
 def test_main_record_rounds_to_nearest_with_ties_to_even(value, stored):
     keys = torch.zeros(1, 64)

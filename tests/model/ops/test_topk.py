@@ -6,7 +6,9 @@ from hypothesis import strategies as st
 from model.ops.indexer import index_topk
 from model.ops.topk import topk
 
-_VALUES = st.sampled_from([0.0, -0.0, 1.0, 1.5, -2.0, 3e38, -3e38, 1e-45, float("inf"), float("-inf"), float("nan")])
+_VALUES = st.sampled_from(
+    [0.0, -0.0, 1.0, 1.5, -2.0, 3e38, -3e38, 1e-45, float("inf"), float("-inf"), float("nan")]
+)
 
 
 def _expected(row, k, begin, end):
