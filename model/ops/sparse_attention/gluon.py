@@ -1,9 +1,9 @@
 """Forward of sparse attention with specialised warps, for 64 heads of 512: the fast mode.
 
-One warpgroup gathers; two compute. Of each pair of 64-key tiles each computing warpgroup scores one, row maxima and
-probabilities are exchanged through shared memory, and each accumulates half of the channels. No score is computed twice
-and every product has 64 columns, which the plain kernel cannot have. Sums run in another order than in the plain
-kernel, so exact mode does not use this one.
+One warpgroup gathers; two compute. Of each pair of 64-key tiles each computing warpgroup scores one, row
+maxima and probabilities are exchanged through shared memory, and each accumulates half of the channels. No
+score is computed twice and every product has 64 columns, which the plain kernel cannot have. Sums run in
+another order than in the plain kernel, so exact mode does not use this one.
 """
 
 import torch
@@ -129,34 +129,124 @@ def _compute(
 
 @gluon.jit
 def _compute0(
-    q_shared, kv_shared, p_shared, top_shared, ready, free, top_done, p_done, table, rows, counts, sink, out, lse,
-    token, softmax_scale, MAIN: gl.constexpr, COLUMNS: gl.constexpr, H: gl.constexpr, D: gl.constexpr,
+    q_shared,
+    kv_shared,
+    p_shared,
+    top_shared,
+    ready,
+    free,
+    top_done,
+    p_done,
+    table,
+    rows,
+    counts,
+    sink,
+    out,
+    lse,
+    token,
+    softmax_scale,
+    MAIN: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    H: gl.constexpr,
+    D: gl.constexpr,
     BLOCK: gl.constexpr,
-):  # fmt: skip
+):
     _compute(
-        q_shared, kv_shared, p_shared, top_shared, ready, free, top_done, p_done, counts, sink, out, lse, token,
-        softmax_scale, 0, MAIN, COLUMNS, H, D, BLOCK,
-    )  # fmt: skip
+        q_shared,
+        kv_shared,
+        p_shared,
+        top_shared,
+        ready,
+        free,
+        top_done,
+        p_done,
+        counts,
+        sink,
+        out,
+        lse,
+        token,
+        softmax_scale,
+        0,
+        MAIN,
+        COLUMNS,
+        H,
+        D,
+        BLOCK,
+    )
 
 
 @gluon.jit
 def _compute1(
-    q_shared, kv_shared, p_shared, top_shared, ready, free, top_done, p_done, table, rows, counts, sink, out, lse,
-    token, softmax_scale, MAIN: gl.constexpr, COLUMNS: gl.constexpr, H: gl.constexpr, D: gl.constexpr,
+    q_shared,
+    kv_shared,
+    p_shared,
+    top_shared,
+    ready,
+    free,
+    top_done,
+    p_done,
+    table,
+    rows,
+    counts,
+    sink,
+    out,
+    lse,
+    token,
+    softmax_scale,
+    MAIN: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    H: gl.constexpr,
+    D: gl.constexpr,
     BLOCK: gl.constexpr,
-):  # fmt: skip
+):
     _compute(
-        q_shared, kv_shared, p_shared, top_shared, ready, free, top_done, p_done, counts, sink, out, lse, token,
-        softmax_scale, 1, MAIN, COLUMNS, H, D, BLOCK,
-    )  # fmt: skip
+        q_shared,
+        kv_shared,
+        p_shared,
+        top_shared,
+        ready,
+        free,
+        top_done,
+        p_done,
+        counts,
+        sink,
+        out,
+        lse,
+        token,
+        softmax_scale,
+        1,
+        MAIN,
+        COLUMNS,
+        H,
+        D,
+        BLOCK,
+    )
 
 
 @gluon.jit
 def _gather(
-    q_shared, kv_shared, p_shared, top_shared, ready, free, top_done, p_done, table, rows, counts, sink, out, lse,
-    token, softmax_scale, MAIN: gl.constexpr, COLUMNS: gl.constexpr, H: gl.constexpr, D: gl.constexpr,
+    q_shared,
+    kv_shared,
+    p_shared,
+    top_shared,
+    ready,
+    free,
+    top_done,
+    p_done,
+    table,
+    rows,
+    counts,
+    sink,
+    out,
+    lse,
+    token,
+    softmax_scale,
+    MAIN: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    H: gl.constexpr,
+    D: gl.constexpr,
     BLOCK: gl.constexpr,
-):  # fmt: skip
+):
     """Copy tile after tile into the two slots, 64 channels at a time; the rows are read one tile ahead."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     d = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
@@ -177,9 +267,20 @@ def _gather(
 
 @gluon.jit
 def _forward(
-    query, table, rows, counts, sink, out, lse, softmax_scale, MAIN: gl.constexpr, COLUMNS: gl.constexpr,
-    H: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
-):  # fmt: skip
+    query,
+    table,
+    rows,
+    counts,
+    sink,
+    out,
+    lse,
+    softmax_scale,
+    MAIN: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    H: gl.constexpr,
+    D: gl.constexpr,
+    BLOCK: gl.constexpr,
+):
     token = gl.program_id(0).to(gl.int64)
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q_shared = gl.allocate_shared_memory(gl.bfloat16, [H, D], SHARED)
@@ -208,16 +309,88 @@ def _forward(
     gl.thread_barrier()
     gl.warp_specialize(
         [
-            (_compute0, (q_shared, kv_shared, p_shared, top_shared, ready, free, top_done, p_done, table, rows, counts,
-                         sink, out, lse, token, softmax_scale, MAIN, COLUMNS, H, D, BLOCK)),
-            (_compute1, (q_shared, kv_shared, p_shared, top_shared, ready, free, top_done, p_done, table, rows, counts,
-                         sink, out, lse, token, softmax_scale, MAIN, COLUMNS, H, D, BLOCK)),
-            (_gather, (q_shared, kv_shared, p_shared, top_shared, ready, free, top_done, p_done, table, rows, counts,
-                       sink, out, lse, token, softmax_scale, MAIN, COLUMNS, H, D, BLOCK)),
+            (
+                _compute0,
+                (
+                    q_shared,
+                    kv_shared,
+                    p_shared,
+                    top_shared,
+                    ready,
+                    free,
+                    top_done,
+                    p_done,
+                    table,
+                    rows,
+                    counts,
+                    sink,
+                    out,
+                    lse,
+                    token,
+                    softmax_scale,
+                    MAIN,
+                    COLUMNS,
+                    H,
+                    D,
+                    BLOCK,
+                ),
+            ),
+            (
+                _compute1,
+                (
+                    q_shared,
+                    kv_shared,
+                    p_shared,
+                    top_shared,
+                    ready,
+                    free,
+                    top_done,
+                    p_done,
+                    table,
+                    rows,
+                    counts,
+                    sink,
+                    out,
+                    lse,
+                    token,
+                    softmax_scale,
+                    MAIN,
+                    COLUMNS,
+                    H,
+                    D,
+                    BLOCK,
+                ),
+            ),
+            (
+                _gather,
+                (
+                    q_shared,
+                    kv_shared,
+                    p_shared,
+                    top_shared,
+                    ready,
+                    free,
+                    top_done,
+                    p_done,
+                    table,
+                    rows,
+                    counts,
+                    sink,
+                    out,
+                    lse,
+                    token,
+                    softmax_scale,
+                    MAIN,
+                    COLUMNS,
+                    H,
+                    D,
+                    BLOCK,
+                ),
+            ),
         ],
         [4, 4],
         [232, 40],
-    )  # fmt: skip
+    )
 
 
 def supports(query: Tensor, keys: KeyRows) -> bool:

@@ -1,7 +1,7 @@
 """Every kernel compiles for sm_90 at official shapes and takes no more than recorded in `resources.json`.
 
-Spills and shared memory decide speed on the card and are visible without one. Figures are kept per Triton version,
-because register allocation differs between them.
+Spills and shared memory decide speed on the card and are visible without one. Figures are kept per Triton
+version, because register allocation differs between them.
 """
 
 import json
@@ -13,16 +13,16 @@ import torch
 
 triton = pytest.importorskip("triton", reason="the kernels need Triton, an optional dependency")
 
-from model.ops.hyper_boundary import triton as boundary
-from model.ops.indexer import triton as indexer
-from model.ops.linear_logprob import triton as logprob
-from model.ops.pack_keys import triton as packing
-from model.ops.sparse_attention import backward, gluon
-from model.ops.sparse_attention import triton as attention
-from model.ops.sparse_attention.inverse import InverseIndex
-from model.ops.sparse_decode import triton as decode
-from model.ops.topk import triton as topk
-from model.ops.unpack_keys import triton as unpacking
+from model.ops.hyper_boundary import triton as boundary  # noqa: E402
+from model.ops.indexer import triton as indexer  # noqa: E402
+from model.ops.linear_logprob import triton as logprob  # noqa: E402
+from model.ops.pack_keys import triton as packing  # noqa: E402
+from model.ops.sparse_attention import backward, gluon  # noqa: E402
+from model.ops.sparse_attention import triton as attention  # noqa: E402
+from model.ops.sparse_attention.inverse import InverseIndex  # noqa: E402
+from model.ops.sparse_decode import triton as decode  # noqa: E402
+from model.ops.topk import triton as topk  # noqa: E402
+from model.ops.unpack_keys import triton as unpacking  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
