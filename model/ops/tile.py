@@ -5,6 +5,10 @@ bf16 and has no inline assembly. There these helpers work in fp32 with software 
 values.
 """
 
+# Kernels are written in Triton's language, which Python's types do not describe.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportAssignmentType=false
+
 import triton
 import triton.language as tl
 

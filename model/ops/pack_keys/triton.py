@@ -1,5 +1,9 @@
 """One program packs a group; the partner of a rotated channel is computed a second time."""
 
+# Kernels are written in Triton's language, which Python's types do not describe.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportAssignmentType=false, reportOperatorIssue=false
+
 import torch
 import triton
 import triton.language as tl

@@ -6,6 +6,10 @@ list order; gradients of window rows are formed key-major from the band of queri
 so equal inputs give equal bits.
 """
 
+# Kernels are written in Triton's language, which Python's types do not describe.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportAssignmentType=false
+
 from dataclasses import dataclass
 
 import torch

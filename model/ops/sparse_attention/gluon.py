@@ -6,6 +6,10 @@ score is computed twice and every product has 64 columns, which the plain kernel
 another order than in the plain kernel, so exact mode does not use this one.
 """
 
+# Kernels are written in Triton's language, which Python's types do not describe.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportAssignmentType=false
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -21,12 +25,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from model.ops.sparse_attention.triton import KeyRows
 
 HEADS, WIDTH, TILE = 64, 512, 64
+# Later Triton has other names for these two.
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 
 @gluon.jit
 def _signal(barrier):
     """All threads of the warpgroup are done: tell the others."""
-    gl.thread_barrier()
+    _barrier()
     mbarrier.arrive(barrier)
 
 
@@ -261,7 +268,7 @@ def _gather(
         mbarrier.wait(free.index(slot), phase ^ 1)
         keys = kv_shared.index(slot)
         for c in gl.static_range(D // 64):
-            async_copy.async_copy_global_to_shared(keys.slice(c * 64, 64, 1), source + c * 64)
+            _copy(keys.slice(c * 64, 64, 1), source + c * 64)
         async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
 
 
@@ -302,11 +309,11 @@ def _forward(
     d = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, LAYOUT)), 0)
     for c in gl.static_range(D // 64):
         source = query + token * H * D + c * 64 + h * D + d
-        async_copy.async_copy_global_to_shared(q_shared.slice(c * 64, 64, 1), source)
+        _copy(q_shared.slice(c * 64, 64, 1), source)
     async_copy.commit_group()
     async_copy.wait_group(0)
     fence_async_shared()
-    gl.thread_barrier()
+    _barrier()
     gl.warp_specialize(
         [
             (

@@ -4,6 +4,10 @@ At head width 512 the accumulator of 64 rows fills the registers of two warpgrou
 program and no room for a second; see `model.ops.tile.branched_dot` for the layout.
 """
 
+# Kernels are written in Triton's language, which Python's types do not describe.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportAssignmentType=false
+
 from dataclasses import dataclass
 
 import torch

@@ -5,6 +5,10 @@ so the keys of one query are split over a few programs (fp32 partials, merged in
 channels over two.
 """
 
+# Kernels are written in Triton's language, which Python's types do not describe.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportAssignmentType=false
+
 from dataclasses import dataclass
 
 import torch

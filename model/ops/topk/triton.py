@@ -5,6 +5,10 @@ order and searched bit by bit. A row with more survivors than the buffer (long r
 searched in place. Counts and prefix sums only, no atomics: the same set in the same order every time.
 """
 
+# Kernels are written in Triton's language, which Python's types do not describe.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportAssignmentType=false
+
 from dataclasses import dataclass
 
 import torch

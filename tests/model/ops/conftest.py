@@ -132,6 +132,7 @@ def compiled() -> Iterator[Callable]:
         return list(kernels)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
         patch.setattr(JITFunction, "run", warmup)
         driver.set_active(_Hopper())
         yield call
