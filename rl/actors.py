@@ -83,7 +83,7 @@ class Cluster:
             await host.start(open_object, *args)
             return Process(role, Remote(host.call), host.call, host.stop)
         options = {"num_cpus": 0, "max_concurrency": 64, "name": role}
-        actor = ray.remote(Host).options(**options).remote(log_file)
+        actor: Any = ray.remote(Host).options(**options).remote(log_file)
         await actor.start.remote(open_object, *args)
 
         async def stop() -> None:
