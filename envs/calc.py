@@ -16,6 +16,7 @@ from envs.base import ToolError
 from envs.registry import env
 from envs.types import Message, Role, Task, ToolCall
 from sandbox.base import Sandbox
+from sandbox.errors import InfrastructureError
 
 LOWEST, HIGHEST = 11, 99
 HELD_OUT_PAIRS = 200
@@ -48,7 +49,9 @@ async def python(expression: str, sandbox: Sandbox) -> str:
     result = await sandbox.python(_EVALUATE, stdin=data, timeout_s=2.0, output_limit=4096)
     lost = result.exit_code is None and not result.timed_out and not result.oom
     if lost:
-        raise RuntimeError("the sandbox cannot say how the calculation ended; look at the sandbox's own log")
+        raise InfrastructureError(
+            "the sandbox cannot say how the calculation ended; look at the sandbox's own log"
+        )
     if result.exit_code != 0 or not result.stdout:
         raise ToolError("err")
     return result.stdout.decode("utf-8", "replace")[:RESULT_CHARACTERS]

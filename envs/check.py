@@ -67,7 +67,12 @@ class CheckReport:
 
 
 async def check_environment(
-    env: Environment, n: int = 50, *, judge: Judge | None = None, full_marks: float = 1.0
+    env: Environment,
+    n: int = 50,
+    *,
+    judge: Judge | None = None,
+    full_marks: float = 1.0,
+    consolation: float = 0.0,
 ) -> CheckReport:
     """Checks the first `n` tasks of every split.
 
@@ -76,6 +81,7 @@ async def check_environment(
         n: Tasks of each split to look at.
         judge: The reward, when the environment names one of the library (`rewards.load(env.reward_name)`).
         full_marks: What the gold answer must score.
+        consolation: What a garbled answer may score at most, for verifiers that give partial credit.
     """
     if n < 1:
         raise ValueError(f"a check needs at least one task of each split, not {n}")
@@ -96,12 +102,12 @@ async def check_environment(
         _check("picklable", _unpicklable(env, tasks)),
         _check("demonstrations", _bad_demonstrations(env, n)),
     ]
-    checks += [check async for check in _verifier_checks(env, tasks, judge, full_marks)]
+    checks += [check async for check in _verifier_checks(env, tasks, judge, full_marks, consolation)]
     return CheckReport(env.name, len(tasks), tuple(checks))
 
 
 async def _verifier_checks(
-    env: Environment, tasks: Sequence[Task], judge: Judge | None, full_marks: float
+    env: Environment, tasks: Sequence[Task], judge: Judge | None, full_marks: float, consolation: float
 ) -> AsyncIterator[Check]:
     if env.reward_name and judge is None:
         problem = f"judged by {env.reward_name!r} of the library; pass judge=rewards.load(env.reward_name)"
@@ -111,12 +117,12 @@ async def _verifier_checks(
     missing = [f"{task.id} has no gold answer" for task in tasks if not (task.gold or "").strip()]
     yield _check("gold", missing)
     golden = [(task, task.gold) for task in tasks if task.gold and task.gold.strip()]
-    yield _check("gold scores full marks", await _wrong_scores(judge, golden, full_marks))
+    yield _check("gold scores full marks", await _wrong_scores(judge, golden, full_marks, full_marks))
     yield _check("verifier is deterministic", await _changing(judge, golden))
     garbled = [
         (task, text) for task in tasks for text in (*GARBAGE, _shown(task)) if text.strip() != task.gold
     ]
-    yield _check("garbage scores nothing", await _wrong_scores(judge, garbled, 0.0))
+    yield _check("garbage scores nothing", await _wrong_scores(judge, garbled, 0.0, consolation))
 
 
 def answered(task: Task, text: str) -> Trajectory:
@@ -134,14 +140,16 @@ async def _verdict(judge: Judge, task: Task, text: str) -> Score | Missing:
         return Missing(f"{type(error).__name__}: {error}")
 
 
-async def _wrong_scores(judge: Judge, answers: Sequence[tuple[Task, str]], wanted: float) -> list[str]:
+async def _wrong_scores(
+    judge: Judge, answers: Sequence[tuple[Task, str]], low: float, high: float
+) -> list[str]:
     problems: list[str] = []
     for task, text in answers:
         verdict = await _verdict(judge, task, text)
         if isinstance(verdict, Missing):
             problems.append(f"{task.id} has no verdict on {text[:40]!r}: {verdict.reason}")
-        elif abs(verdict.value - wanted) > _TOLERANCE:
-            problems.append(f"{task.id} scores {verdict.value:g} for {text[:40]!r}, not {wanted:g}")
+        elif not low - _TOLERANCE <= verdict.value <= high + _TOLERANCE:
+            problems.append(f"{task.id} scores {verdict.value:g} for {text[:40]!r}, not {low:g}")
     return problems
 
 

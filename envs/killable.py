@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -93,14 +93,15 @@ async def call_killable(function: Callable[..., Any], arguments: Sequence[Any], 
     reference = Reference.of(function)
     if reference is None:
         return await asyncio.wrap_future(_call_in_thread(function, arguments, timeout_s))
-    return await asyncio.to_thread(call_blocking, reference, arguments, timeout_s)
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_callers, call_blocking, reference, arguments, timeout_s)
 
 
 def call_blocking(reference: Reference, arguments: Sequence[Any], timeout_s: float) -> Any:
     """The blocking form of `call_killable`; may be called from any thread."""
     helper = _take()
     try:
-        ok, value = helper.call((reference, tuple(arguments), timeout_s), timeout_s)
+        ok, value = helper.call((tuple(sys.path), reference, tuple(arguments), timeout_s), timeout_s)
     except BaseException:
         helper.kill()
         raise
@@ -168,6 +169,7 @@ class _Helper:
         return data
 
 
+_callers = ThreadPoolExecutor(2 * (os.cpu_count() or 1) + 2, thread_name_prefix="verifier")
 _idle: list[_Helper] = []
 _lock = threading.Lock()
 
@@ -230,7 +232,7 @@ def serve() -> None:
     _limit_memory()
     _send(sink, "ready")
     while header := source.read(_HEADER.size):
-        reference, arguments, timeout_s = pickle.loads(source.read(_HEADER.unpack(header)[0]))
+        sys.path[:], reference, arguments, timeout_s = pickle.loads(source.read(_HEADER.unpack(header)[0]))
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, timeout_s + 1.0)
         answer = _answer(reference, arguments)

@@ -108,7 +108,8 @@ async def play(
         await env.setup(task, sandbox)
         stop = await scaffold.run(episode)
         key = TrajectoryKey(task.id, effort, scaffold.name, 0, 0)
-        status = Status.FINISHED if stop is StopReason.ANSWER else Status.TRUNCATED
+        ended = stop in (StopReason.ANSWER, StopReason.PARSE_ERROR)
+        status = Status.FINISHED if ended else Status.TRUNCATED
         played = Trajectory(key, (tuple(episode.turns),), status, stop, Missing("not judged yet"))
         score = await (judge or env.score)(task, played)
     finally:

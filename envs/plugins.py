@@ -204,11 +204,10 @@ def check_options(
         UnknownOptionError: One is not taken, or a required one is missing.
     """
     parameters = list(inspect.signature(factory).parameters.values())[hidden:]
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     known = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
     for name in options:
-        if name not in known:
+        if name not in known and not takes_any:
             near = get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             listed = ", ".join(sorted(known)) or "none"

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from envs.killable import TIMEOUT_S, call_killable
 from envs.types import Boundary, Missing, Score, Task, Trajectory
+from sandbox.errors import SandboxError
 
 Verdict = float | Score | Missing
 RewardFunction = Callable[[Task, Trajectory], Verdict | Awaitable[Verdict]]
@@ -71,6 +72,8 @@ async def _attempt(part: Part, task: Task, trajectory: Trajectory) -> Score | Mi
         return _whole(await _call(part, task, trajectory))
     except TimeoutError:
         return Missing(f"timeout after {part.timeout_s:g} s")
+    except SandboxError as error:
+        return Missing(f"{type(error).__name__}: {error}", Boundary.SANDBOX)
     except Exception as error:
         return Missing(f"{type(error).__name__}: {error}", Boundary.REWARD)
 

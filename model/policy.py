@@ -1,8 +1,8 @@
 """The policy: a causal encoder-decoder over packed documents, or over sequences held in a cache.
 
-One code path serves training and inference, so that the log-probabilities a sampler reports are those a trainer
-computes. The decoder half is not a separate module: its only main keys are those of its first layer, which reads
-the encoder's output.
+One code path serves training and inference, so that the log-probabilities a sampler reports are those a
+trainer computes. The decoder half is not a separate module: its only main keys are those of its first layer,
+which reads the encoder's output.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PolicyAux:
     expert_load: Tensor
     """[layers, experts] tokens routed to each expert, float32."""
     balance_loss: Tensor
-    """Scalar: sequence-level balance loss, mean over documents, summed over layers, without its coefficient."""
+    """Scalar: sequence-level balance loss, mean over documents, summed over layers, no coefficient."""
     indexer_loss: Tensor | None
     """Scalar, mean over tokens, summed over index layers, without its coefficient; None unless asked for."""
 
@@ -69,7 +69,9 @@ class Policy(nn.Module):
         self.head.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype))
         self.engram_hash = EngramHash(config) if config.engram_layer_ids else None
         token_map = config.engram_token_map
-        self.register_buffer("token_map", None if token_map is None else torch.tensor(token_map), persistent=False)
+        self.register_buffer(
+            "token_map", None if token_map is None else torch.tensor(token_map), persistent=False
+        )
         self.token_map: Tensor | None
         if not self.embed.weight.is_meta:
             self.reset_parameters(0)
@@ -133,7 +135,13 @@ class Policy(nn.Module):
         return cache
 
     def extend(
-        self, cache: PolicyCache, slots: Tensor, token_ids: Tensor, lengths: Tensor, *, trace: Trace | None = None
+        self,
+        cache: PolicyCache,
+        slots: Tensor,
+        token_ids: Tensor,
+        lengths: Tensor,
+        *,
+        trace: Trace | None = None,
     ) -> Tensor:
         """Append tokens to cached sequences: a prefill, a tool's answer or one decoded token each.
 
@@ -153,7 +161,9 @@ class Policy(nn.Module):
         """
         slot_list, length_list = slots.tolist(), lengths.tolist()
         if not length_list or min(length_list) < 1 or max(length_list) > token_ids.shape[1]:
-            raise ValueError(f"lengths must be 1 .. {token_ids.shape[1]} (the columns of token_ids), got {length_list}")
+            raise ValueError(
+                f"lengths must be 1 .. {token_ids.shape[1]} (the columns of token_ids), got {length_list}"
+            )
         cache.check_room(slot_list, length_list)
         batch = Batch.of_cached(cache, slots, length_list, self.config.sliding_window, trace)
         row = batch.rows[0]
@@ -165,7 +175,9 @@ class Policy(nn.Module):
         last = row.last
         return self.norm(collapse(weights[last], streams[last]))
 
-    def update_balance(self, load: Tensor, image_load: Tensor | None = None, speed: float = BALANCE_SPEED) -> None:
+    def update_balance(
+        self, load: Tensor, image_load: Tensor | None = None, speed: float = BALANCE_SPEED
+    ) -> None:
         """Raise the router bias of experts below the mean load and lower it above; [layers, experts] each."""
         for block, row in zip(self.blocks, load, strict=True):
             move_bias(block.ffn.gate.bias, row, speed)
@@ -174,7 +186,12 @@ class Policy(nn.Module):
                 move_bias(block.ffn.gate.bias_vl, row, speed)
 
     def _run(
-        self, token_ids: Tensor, batch: Batch, rows: Tensor | None, cache: PolicyCache | None, options: RunOptions
+        self,
+        token_ids: Tensor,
+        batch: Batch,
+        rows: Tensor | None,
+        cache: PolicyCache | None,
+        options: RunOptions,
     ) -> tuple[Tensor, Tensor, list[Routing]]:
         n = self.config.hc_mult
         embedded = F.embedding(token_ids, self.embed.weight)  # pyright: ignore[reportArgumentType]
@@ -197,8 +214,8 @@ class Policy(nn.Module):
     def _pad_id(self) -> Tensor:
         if self.token_map is None:
             raise ValueError(
-                "this policy has an n-gram memory but no token map: set policy.token_map to the compressed id of "
-                "each token (the tokenizer knows it)"
+                "this policy has an n-gram memory but no token map: set policy.token_map to the compressed "
+                "id of each token (the tokenizer knows it)"
             )
         return self.token_map[self.config.engram_pad_token_id]
 
@@ -213,7 +230,9 @@ class Policy(nn.Module):
         history = torch.where(distances <= batch.position[:, None], ids[index.clamp_min(0)], pad)
         return self._hashed(history, pad, batch)
 
-    def _cached_engram(self, token_ids: Tensor, batch: Batch, cache: PolicyCache, slots: Tensor) -> Tensor | None:
+    def _cached_engram(
+        self, token_ids: Tensor, batch: Batch, cache: PolicyCache, slots: Tensor
+    ) -> Tensor | None:
         """Table rows of new tokens; the look-back reaches into the cached sequences."""
         if self.engram_hash is None:
             return None

@@ -25,8 +25,8 @@ async def exact(task: Task, trajectory: Trajectory) -> float:
 
 async def normalized(task: Task, trajectory: Trajectory) -> float:
     """Returns 1 when answer and reference agree in `normal_form`; an empty answer never does."""
-    answer = normal_form(trajectory.answer)
-    return float(bool(answer) and answer == normal_form(reference(task)))
+    wanted, answer = normal_form(reference(task)), normal_form(trajectory.answer)
+    return float(bool(answer) and answer == wanted)
 
 
 @dataclass(frozen=True, slots=True)

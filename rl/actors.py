@@ -1,50 +1,146 @@
-"""Thin Ray wrappers: each actor is a plain class (tested without Ray) in a process of its own.
+"""Processes: each side of a run is a plain object, opened in a Ray actor or in this very process.
 
-Ray is joined only by explicit address; without one a private local cluster is started, with no dashboard, no
-usage report and its own namespace, and it ends with the driver.
+Ray is joined only by explicit address; without one a private cluster is started on this machine, without
+dashboard or usage report, in a namespace of its own, and it ends with the driver.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_LOCAL_ENV = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+import ray
+
+from rl.weights import WeightSnapshot
+
+Open = Callable[..., AbstractAsyncContextManager[Any]]
+_LOCAL_ENV = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "PYTHONSAFEPATH": "1",
+}
 
 
+class Host:
+    """Holds the object that a context manager opens, and calls its methods by name."""
+
+    def __init__(self, log_file: str = ""):
+        self._stack = AsyncExitStack()
+        self._object: Any = None
+        if log_file:
+            _log_to(Path(log_file))
+
+    async def start(self, open_object: Open, *args: Any) -> int:
+        """Opens the object and returns this process's id."""
+        self._object = await self._stack.enter_async_context(open_object(*args))
+        return os.getpid()
+
+    async def call(self, name: str, *args: Any) -> Any:
+        """Calls one method, awaiting it when it is asynchronous."""
+        result = getattr(self._object, name)(*args)
+        return await result if inspect.isawaitable(result) else result
+
+    async def stop(self) -> None:
+        """Closes the object."""
+        await self._stack.aclose()
+
+
+@dataclass(frozen=True, slots=True)
 class Remote:
-    """Lets the controller await the methods of a Ray actor as it awaits those of a plain object."""
+    """A hosted object as its user sees it: every method is awaitable and takes positional arguments."""
 
-    def __init__(self, handle: Any):
-        self.handle = handle
+    call: Callable[..., Awaitable[Any]]
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.handle, name).remote
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        def method(*args: Any) -> Awaitable[Any]:
+            return self.call(name, *args)
+
+        return method
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Starts hosts: as Ray actors, or (`ray_actors` False) in this process."""
+
+    log_folder: Path
+    ray_actors: bool = True
+
+    async def open(self, role: str, open_object: Open, *args: Any) -> Process:
+        """Starts a process of this role and opens its object there."""
+        log_file = str(self.log_folder / f"{role}.log")
+        if not self.ray_actors:
+            host = Host()
+            await host.start(open_object, *args)
+            return Process(role, Remote(host.call), host.call, host.stop)
+        options = {"num_cpus": 0, "max_concurrency": 64, "name": role}
+        actor = ray.remote(Host).options(**options).remote(log_file)
+        await actor.start.remote(open_object, *args)
+        return Process(role, Remote(actor.call.remote), actor.call.remote, actor.stop.remote)
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One side of a run: `remote` is a `Remote` of its object, `stop` closes it."""
+
+    role: str
+    remote: Any
+    call: Callable[..., Awaitable[Any]]
+    stop: Callable[[], Awaitable[None]]
+
+
+async def publish(learner: Process, generator: Process) -> dict[str, float]:
+    """Moves the learner's weights to the generator, without a stop in the driver; returns metrics."""
+    started = time.monotonic()
+    snapshot = learner.call("snapshot")
+    if not isinstance(snapshot, ray.ObjectRef):
+        snapshot = await snapshot
+        assert isinstance(snapshot, WeightSnapshot)
+    await generator.call("load_weights", snapshot)
+    return {"weight_sync_s": time.monotonic() - started}
 
 
 def start_ray(address: str, namespace: str, object_store_bytes: int) -> None:
-    """Starts a private local cluster, or joins the one at `address`.
+    """Starts a private cluster on this machine, or joins the one at `address`.
 
     Raises:
         ConnectionError: No cluster answers at `address`.
     """
-    if not address:
-        os.environ.update(_LOCAL_ENV)
-    import ray
-
-    common: dict[str, Any] = {"namespace": namespace, "logging_level": logging.WARNING, "log_to_driver": False}
+    common: dict[str, Any] = {
+        "namespace": namespace,
+        "logging_level": logging.ERROR,
+        "log_to_driver": False,
+    }
     if address:
         ray.init(address=address, **common)
         return
+    os.environ.update(_LOCAL_ENV)
+    paths = [path for path in sys.path if path and Path(path, "rl", "actors.py").exists()]
+    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     ray.init(
-        address="local", include_dashboard=False, num_cpus=4, object_store_memory=object_store_bytes, **common
+        address="local",
+        include_dashboard=False,
+        num_cpus=os.cpu_count(),
+        object_store_memory=object_store_bytes,
+        **common,
     )
 
 
 def stop_ray() -> None:
     """Ends what `start_ray` started; actors end with it."""
-    import ray
-
     ray.shutdown()
+
+
+def _log_to(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(
+        filename=path, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True
+    )

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import torch
 
 import envs.registry
+import rewards
+from envs import scaffolds
 from envs.base import Environment
 from model.chat import ChatFormat, load_chat, nano_chat
-from model.checkpoint import load_policy, save_policy
+from model.checkpoint import load_policy
 from model.config import PolicyConfig
 from model.policy import Policy
+from rl.engines.native import NativeEngine
 from rl.launch.config import RunConfig
+from rl.rollout.generator import Generator
+from rl.rollout.sandboxes import FleetSandboxes
+from rl.rollout.wal import TokenLog
+from rl.rollout.worker import Worker
+from sandbox.client import Fleet
 
 
 def policy(config: RunConfig) -> Policy:
@@ -36,12 +46,44 @@ def environment(config: RunConfig) -> Environment:
     return envs.registry.load(config.env.name, **config.env.options)
 
 
-def write_policy(policy: Policy, chat: ChatFormat, folder: Path) -> None:
-    """Writes a checkpoint folder that `model.path` takes: weights, configuration, tokenizer, wording."""
-    save_policy(policy, folder)
-    chat.save(folder)
-
-
 def use_threads(count: int) -> None:
     """Sets how many cores torch uses in this process."""
     torch.set_num_threads(max(count, 1))
+
+
+@asynccontextmanager
+async def open_generator(
+    config: RunConfig, token_log: Path, fleet_state: Path, owner: str
+) -> AsyncIterator[Generator]:
+    """Opens the rollout process: engine, token log, a connection to the fleet, and a worker."""
+    use_threads(config.launcher.generator_threads)
+    net, chat, env = policy(config), chat_format(config), environment(config)
+    net.fake_quant = config.trainer.fake_quant
+    rollout = config.rollout
+    log = TokenLog(
+        token_log, flush_ms=rollout.flush_ms, fsync=rollout.fsync, segment_bytes=rollout.segment_bytes
+    )
+    engine = NativeEngine(
+        net,
+        max_requests=config.engine.max_requests,
+        max_tokens=config.engine.max_tokens,
+        on_step=log.on_step,
+        caches=config.engine.kv_on_update,
+    )
+    async with AsyncExitStack() as stack:
+        sandboxes = None
+        if env.sandbox is not None:
+            fleet = await Fleet.connect(
+                "local", state_dir=fleet_state, owner=owner, backend=config.sandbox.backend
+            )
+            stack.push_async_callback(fleet.close)
+            lease_s = rollout.deadline_s + rollout.score_deadline_s + 60.0
+            sandboxes = FleetSandboxes(fleet, env.sandbox, rollout.pool_size, lease_s)
+        reward = rewards.load(env.reward_name) if env.reward_name else None
+        scaffold = scaffolds.load(config.scaffold.name)
+        worker = Worker(
+            env, scaffold, engine, chat, sandboxes, reward, log, rollout, max_turns=config.scaffold.max_turns
+        )
+        generator = Generator({(env.name, config.scaffold.name): worker}, engine, log, rollout)
+        stack.push_async_callback(generator.close)
+        yield generator

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from envs.types import ErrorInfo, Missing, Trajectory, TrajectoryKey
+from envs.types import Missing, Task, Trajectory, TrajectoryKey
 from model.engine.sampler import SamplingParams
+from rl.rates import Rates
 from rl.rollout.assignment import Assignment, Purpose
 from rl.rollout.buffer import Batch, Buffer
 from rl.rollout.dispatch import Dispatcher, Ending, SampleId
@@ -56,13 +57,13 @@ class Generator(Protocol):
         """Returns counters since start."""
         ...
 
-
-class Publisher(Protocol):
-    """Moves the learner's weights to every generator."""
-
-    async def __call__(self) -> dict[str, float]:
-        """Publishes the learner's current weights and returns metrics of the transfer."""
+    async def alarms(self) -> list[str]:
+        """Returns what held the event loop up lately, in words."""
         ...
+
+
+Publisher = Callable[[], Awaitable[dict[str, float]]]
+"""Publishes the learner's current weights to every generator and returns metrics of the transfer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +92,8 @@ class Controller:
     watch: Watch
     extra_state: dict[str, Any] = field(default_factory=dict)
     first_step: int = 0
+    rates: Rates = field(default_factory=Rates)
     _used: list[TrajectoryKey] = field(default_factory=list)
-    _errors: list[ErrorInfo] = field(default_factory=list)
 
     @property
     def version(self) -> int:
@@ -123,11 +124,8 @@ class Controller:
 
     def assignment(self, sample: SampleId) -> Assignment:
         """Returns what a worker is told about one sample, and announces its group to the buffer."""
-        task, effort = self.stream.draw(sample.group)
-        self.buffer.open(sample.group, task, effort, self.plan.scaffold, self.plan.group_size)
-        key = TrajectoryKey(
-            task.id, effort, self.plan.scaffold, sample.group, sample.index, sample.attempt
-        )
+        task, effort = self.announce(sample.group)
+        key = TrajectoryKey(task.id, effort, self.plan.scaffold, sample.group, sample.index, sample.attempt)
         return Assignment(
             key=key,
             task=task,
@@ -136,6 +134,12 @@ class Controller:
             seed=self.plan.run_seed,
             purpose=Purpose.TRAIN,
         )
+
+    def announce(self, group: int) -> tuple[Task, int]:
+        """Tells the buffer to expect a group, and returns its task and effort."""
+        task, effort = self.stream.draw(group)
+        self.buffer.open(group, task, effort, self.plan.scaffold, self.plan.group_size)
+        return task, effort
 
     def receive(self, trajectories: Iterable[Trajectory]) -> None:
         """Books finished samples: a failed one is run again under its budget, every other joins its group."""
@@ -153,12 +157,17 @@ class Controller:
     async def _update(self, batch: Batch) -> None:
         started = time.monotonic()
         metrics = await self.learner.step(batch)
+        train_s = time.monotonic() - started
         metrics |= {f"sys/{name}": value for name, value in (await self.publish()).items()}
         self.dispatcher.trained(group.id for group in batch.groups)
         self.dispatcher.advance(batch.version + 1)
         self._used += [t.key for group in batch.groups for t in group.trajectories]
-        metrics["sys/step_s"] = time.monotonic() - started
-        self.watch.step(self.version, batch, metrics | batch_metrics(batch) | await self.generator.stats())
+        counters = await self.generator.stats()
+        metrics |= counters | self.rates.update(counters, train_s, metrics.get("train/tokens", 0.0))
+        metrics["sys/queue.depth"] = float(len(self.buffer))
+        self.watch.step(self.version, batch, metrics | batch_metrics(batch))
+        for text in await self.generator.alarms():
+            self.watch.note(text)
         if self.version % self.plan.checkpoint_every == 0 or self.version == self.plan.steps:
             await self.checkpoint()
 

@@ -6,14 +6,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from envs.types import Missing, Score, Status, StopReason, Trajectory
+from envs.types import Score, Status, StopReason, Trajectory
+from rl.rollout.buffer import outcome
 
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
     """What an evaluation found: `n` samples were asked for, `n_valid` have a score.
 
-    `score` is the mean outcome over the valid ones and `stderr` its standard error; `tool_use` is the share of
+    `score` is the mean outcome over the valid ones and `stderr` its standard error, `tool_use` the share of
     valid samples that called a tool, `tokens` the mean number of sampled tokens, `truncated` the share cut by
     a limit. With no valid sample the means are NaN.
     """
@@ -53,13 +54,6 @@ def summarize(trajectories: Sequence[Trajectory]) -> EvalResult:
         tokens=_mean([float(t.sampled_tokens) for t, _ in valid]),
         truncated=_mean([float(t.status is Status.TRUNCATED) for t, _ in valid]),
     )
-
-
-def outcome(score: Score | Missing) -> float:
-    """Returns the outcome part of a score, without length penalties; NaN when there is no score."""
-    if isinstance(score, Missing):
-        return math.nan
-    return score.parts.get("outcome", score.value)
 
 
 def errors(trajectories: Sequence[Trajectory]) -> int:

@@ -1,8 +1,8 @@
-"""The stages of one training run: imitate, measure, reinforce, measure again; resumable between any two steps."""
+"""The stages of one run: imitate, measure, reinforce, measure again; resumable between any two steps."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any, Protocol
@@ -11,12 +11,13 @@ from envs.types import Trajectory, TrajectoryKey
 from model.engine.sampler import SamplingParams
 from rl import build
 from rl.checkpoint import Checkpoint
-from rl.controller import Controller, Generator, Learner, Plan
+from rl.controller import Controller, Generator, Learner, Plan, Publisher
 from rl.evaluation import EvalResult, summarize
 from rl.launch.config import RunConfig
 from rl.rollout.assignment import Assignment, Purpose
 from rl.rollout.buffer import Buffer
-from rl.rollout.dispatch import Dispatcher, GroupPlan, SampleId
+from rl.rollout.dispatch import Dispatcher, GroupPlan
+from rl.rollout.resume import Recovered, plan_resume
 from rl.rollout.stream import TaskStream
 from rl.watch.watch import Watch
 
@@ -39,6 +40,10 @@ class StagedLearner(Learner, Protocol):
         """Restores a checkpoint and returns the controller's part of it."""
         ...
 
+    async def recovered(self, groups: int) -> None:
+        """Notes that groups numbered below `groups` began in an earlier attempt."""
+        ...
+
     async def mismatch(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Compares log-probabilities with the sampler's on equal weights."""
         ...
@@ -47,11 +52,15 @@ class StagedLearner(Learner, Protocol):
 class StagedGenerator(Generator, Protocol):
     """A generator that can also recover the samples of a killed run from its token log."""
 
-    async def recover(self) -> tuple[list[Trajectory], list[TrajectoryKey]]:
-        """Returns the finished samples of the log, and the keys of those that can be continued."""
+    async def interrupt(self) -> list[Trajectory]:
+        """Stops all samples at a token boundary and returns those that had finished."""
         ...
 
-    async def resume(self, keys: Sequence[TrajectoryKey]) -> None:
+    async def recover(self, version: int) -> Recovered:
+        """Returns what the token log of a killed run holds."""
+        ...
+
+    async def resubmit(self, keys: Sequence[TrajectoryKey]) -> None:
         """Continues recovered samples at their next token."""
         ...
 
@@ -72,7 +81,7 @@ class Recipe:
     config: RunConfig
     learner: StagedLearner
     generator: StagedGenerator
-    publish: Callable[[], Awaitable[dict[str, float]]]
+    publish: Publisher
     watch: Watch
     sft_done: int = 0
     results: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -90,6 +99,7 @@ class Recipe:
             controller.extra_state = self._state()
             await controller.checkpoint()
         await controller.run()
+        controller.receive(await self.generator.interrupt())
         await self._measure("after", version=controller.version)
         return Outcome(self._results("before"), self._results("after"), controller.version)
 
@@ -111,7 +121,7 @@ class Recipe:
             self.generator,
             self.publish,
             Dispatcher(config.rollout, lambda group: GroupPlan(size, env.name)),
-            Buffer(config.rollout),
+            Buffer(config.rollout, length=config.effort.length_penalty),
             stream,
             self.watch,
             first_step=config.sft.steps,
@@ -136,7 +146,9 @@ class Recipe:
             SamplingMode("sampled", self.config.engine.temperature, self.config.eval.samples), version
         )
         gap = await self.learner.mismatch(sampled)
-        self.watch.log("eval", version, {f"eval/{self.config.env.name}/kl.mismatch.{k}": v for k, v in gap.items()})
+        self.watch.log(
+            "eval", version, {f"eval/{self.config.env.name}/kl.mismatch.{k}": v for k, v in gap.items()}
+        )
         self.results[when] = {}
         for name, trajectories in (("greedy", greedy), ("sampled", sampled)):
             result = summarize(trajectories)
@@ -172,7 +184,10 @@ class Recipe:
     def _sampling(self, temperature: float) -> SamplingParams:
         engine = self.config.engine
         return SamplingParams(
-            temperature=temperature, top_p=engine.top_p, top_k=engine.top_k, max_tokens=engine.max_completion_tokens
+            temperature=temperature,
+            top_p=engine.top_p,
+            top_k=engine.top_k,
+            max_tokens=engine.max_completion_tokens,
         )
 
     async def _restore(self, controller: Controller, checkpoint: Checkpoint) -> None:
@@ -183,17 +198,18 @@ class Recipe:
         if "before" not in self.results:
             return
         await self.publish()
-        finished, unfinished = await self.generator.recover()
-        keys = [*(t.key for t in finished), *unfinished]
-        useless = set(controller.dispatcher.reconcile(_sample(key) for key in keys))
-        for key in keys:
-            controller.assignment(_sample(key))
-        await self.generator.consumed([key for key in keys if _sample(key) in useless])
-        controller.receive(t for t in finished if _sample(t.key) not in useless)
-        await self.generator.resume([key for key in unfinished if _sample(key) not in useless])
+        recovered = await self.generator.recover(controller.version)
+        plan = plan_resume(controller.dispatcher, [recovered])
+        for group in plan.groups:
+            controller.announce(group)
+        await self.learner.recovered(controller.dispatcher.cursor)
+        await self.generator.consumed(plan.forget)
+        controller.receive(plan.receive)
+        await self.generator.resubmit(plan.resubmit)
         self.watch.note(
-            f"resumed at step {checkpoint.step}: {len(finished)} finished and {len(unfinished)} unfinished "
-            f"samples found in the token log, {len(useless)} of them already used"
+            f"resumed at step {checkpoint.step}; the token log held {len(plan.receive)} finished samples, "
+            f"{len(plan.resubmit)} unfinished ones that go on at their next token, and {len(plan.forget)} "
+            f"that the checkpoint had used; {recovered.lost_tokens} tokens were lost"
         )
 
     def _results(self, when: str) -> dict[str, EvalResult]:
@@ -212,7 +228,3 @@ class SamplingMode:
     name: str
     temperature: float
     samples: int
-
-
-def _sample(key: TrajectoryKey) -> SampleId:
-    return SampleId(key.group, key.index, key.attempt)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
 from envs.base import ToolError
+from envs.killable import TIMEOUT_S, call_killable
 from envs.plugins import BrokenPluginError
-from envs.types import Message, Score, Task, ToolCall, ToolSpec, Trajectory
+from envs.types import Message, Missing, Score, Task, ToolCall, ToolSpec, Trajectory
 from sandbox.base import Sandbox
 from sandbox.types import SandboxSpec
 
@@ -29,12 +31,11 @@ class ReasoningGym:
 
     def __init__(self, generator: str, size: int = 500, **options: Any) -> None:
         try:
-            import reasoning_gym  # pyright: ignore
+            self._make: Any = importlib.import_module("reasoning_gym").create_dataset
         except ImportError as error:
             raise BrokenPluginError(
                 "the environment 'reasoning_gym' needs a package: `pip install reasoning-gym`"
             ) from error
-        self._make: Any = reasoning_gym.create_dataset  # pyright: ignore
         self.generator, self.size, self.options = generator, size, options
         try:
             self._dataset(0)
@@ -64,11 +65,20 @@ class ReasoningGym:
         """Raises `ToolError`: there are no tools."""
         raise ToolError("there is no tool here")
 
-    async def score(self, task: Task, trajectory: Trajectory) -> Score:
+    async def score(self, task: Task, trajectory: Trajectory) -> Score | Missing:
         """Judges by the generator's own rule, which may give partial credit."""
-        dataset = self._dataset(task.private["seed"])
-        entry = dataset[task.private["index"]]
-        return Score(float(dataset.score_answer(trajectory.answer, entry)))
+        options = {**self.options, "size": self.size, "seed": task.private["seed"]}
+        arguments = (self.generator, options, task.private["index"], trajectory.answer)
+        try:
+            return Score(await call_killable(score_answer, arguments, timeout_s=TIMEOUT_S))
+        except TimeoutError:
+            return Missing(f"timeout after {TIMEOUT_S:g} s")
 
     def _dataset(self, seed: int) -> Any:
         return self._make(self.generator, size=self.size, seed=seed, **self.options)
+
+
+def score_answer(generator: str, options: dict[str, Any], index: int, answer: str) -> float:
+    """Judges one answer by the generator's rule; runs in a process of its own, for some rules are slow."""
+    dataset = importlib.import_module("reasoning_gym").create_dataset(generator, **options)
+    return float(dataset.score_answer(answer, dataset[index]))

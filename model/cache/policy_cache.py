@@ -18,10 +18,17 @@ class PolicyCache:
     """Storage for `max_sequences` sequences of up to `max_tokens` tokens each."""
 
     def __init__(
-        self, config: PolicyConfig, max_sequences: int, max_tokens: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: PolicyConfig,
+        max_sequences: int,
+        max_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         if max_sequences < 1 or max_tokens < 1:
-            raise ValueError(f"a cache needs room: got max_sequences {max_sequences}, max_tokens {max_tokens}")
+            raise ValueError(
+                f"a cache needs room: got max_sequences {max_sequences}, max_tokens {max_tokens}"
+            )
         self.max_sequences, self.max_tokens, self.device = max_sequences, max_tokens, device
         self.windows = WindowRing(
             config.num_hidden_layers, max_sequences, config.sliding_window, config.head_dim, dtype, device
@@ -38,7 +45,9 @@ class PolicyCache:
                 # Keys and gates of the tokens of an open group, float32, entry = position mod ratio.
                 shape = (max_sequences, ratio, 2 * config.head_dim)
                 self.pending[layer] = torch.zeros(shape, device=device)
-        self.tail = torch.zeros(max_sequences, max(config.engram_max_ngram_size - 1, 0), dtype=torch.int64, device=device)
+        self.tail = torch.zeros(
+            max_sequences, max(config.engram_max_ngram_size - 1, 0), dtype=torch.int64, device=device
+        )
         self.blank_tail = 0
         self._lengths: list[int | None] = [None] * max_sequences
         self._free = list(range(max_sequences - 1, -1, -1))
@@ -84,7 +93,7 @@ class PolicyCache:
         return len(self._free)
 
     def check_room(self, slots: list[int], lengths: list[int]) -> None:
-        """Raise before anything is written: ValueError for unusable slots, CacheFull for a sequence too long."""
+        """Raise before anything is written: ValueError for unusable slots, CacheFull for a long sequence."""
         if len(set(slots)) != len(slots):
             raise ValueError("a slot appears twice in one call: extend each sequence once a call")
         for slot, new in zip(slots, lengths, strict=True):

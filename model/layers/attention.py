@@ -1,9 +1,9 @@
 """Compressed sparse attention: a sliding window per layer plus selected main keys shared between layers.
 
-A Full layer compresses its input to main keys and selects among them, a Reindex layer selects anew among an earlier
-layer's keys, a Reuse layer takes both as they are. What layers share travels in `Globals`, one a group of rows.
-Short rows are computed as dense products with a mask, long ones by gathering each token's window and selection, a
-chunk of tokens at a time; both give the same result.
+A Full layer compresses its input to main keys and selects among them, a Reindex layer selects anew among an
+earlier layer's keys, a Reuse layer takes both as they are. What layers share travels in `Globals`, one a
+group of rows. Short rows are computed as dense products with a mask, long ones by gathering each token's
+window and selection, a chunk of tokens at a time; both give the same result.
 """
 
 from __future__ import annotations
@@ -114,15 +114,22 @@ class Attention(nn.Module):
             cache.windows.append(self.layer, batch.rows[0], window)
         return self._project(rotate(batch.merge(outputs), per_head.inverse())), handed_on
 
-    def _ask(self, x: Tensor, query_latent: Tensor, per_head: Rotation, options: RunOptions) -> IndexQueries | None:
-        """Packed index queries; only the indexer's own loss sends a gradient here, and it stops at the inputs."""
+    def _ask(
+        self, x: Tensor, query_latent: Tensor, per_head: Rotation, options: RunOptions
+    ) -> IndexQueries | None:
+        """Packed index queries; only the indexer's own loss sends a gradient here, not past the inputs."""
         if self.mode not in (AttentionMode.FULL, AttentionMode.REINDEX):
             return None
         with torch.set_grad_enabled(options.supervision is not None and torch.is_grad_enabled()):
             return self.indexer.queries(x.detach(), query_latent.detach(), per_head, options.fake_quant)
 
     def _add_keys(
-        self, projected: Tensor, rows: Rows, cache: PolicyCache | None, options: RunOptions, trace: Trace | None
+        self,
+        projected: Tensor,
+        rows: Rows,
+        cache: PolicyCache | None,
+        options: RunOptions,
+        trace: Trace | None,
     ) -> Globals:
         """Main keys and index keys of a Full layer, from what its compressor projected."""
         plan = rows.groups(self.ratio)
@@ -144,7 +151,8 @@ class Attention(nn.Module):
         cache.index_keys[self.layer].append(plan, index_keys)
         slots = rows.target.slots
         return Globals(
-            cache.main[self.layer].gather(slots, plan.width), cache.index_keys[self.layer].gather(slots, plan.width)
+            cache.main[self.layer].gather(slots, plan.width),
+            cache.index_keys[self.layer].gather(slots, plan.width),
         )
 
     def _choose(self, asked: IndexQueries, rows: Rows, known: Globals, trace: Trace | None) -> Globals:
@@ -152,10 +160,7 @@ class Attention(nn.Module):
         assert known.index_keys is not None
         visible = rows.groups(self.ratio).visible
         candidates = known.candidates if self.restricted else None
-        if self.restricted and candidates is None:
-            rule = None
-        else:
-            rule = self.rule
+        rule = None if self.restricted and candidates is None else self.rule
         keys = known.index_keys.dense()
         choice = select(asked, keys, visible, self.top_k, rule, candidates, trace is not None)
         if trace is not None:
@@ -173,7 +178,13 @@ class Attention(nn.Module):
             trace.record(name + "candidate_mask", self.rule.expand(blocks, choice.selection.width))
 
     def _supervise(
-        self, supervision: Supervision, asked: IndexQueries, query: Tensor, window: Tensor, rows: Rows, known: Globals
+        self,
+        supervision: Supervision,
+        asked: IndexQueries,
+        query: Tensor,
+        window: Tensor,
+        rows: Rows,
+        known: Globals,
     ) -> None:
         """Add this layer's indexer loss."""
         assert known.main is not None and known.index_keys is not None and known.selection is not None
@@ -190,7 +201,9 @@ class Attention(nn.Module):
         total, count = indexer_loss(asked, known.index_keys.dense(), teacher, supervised, rows.real)
         supervision.add(self.layer, total, count)
 
-    def _attend(self, rows: Rows, query: Tensor, window: Tensor, known: Globals, options: RunOptions) -> Tensor:
+    def _attend(
+        self, rows: Rows, query: Tensor, window: Tensor, known: Globals, options: RunOptions
+    ) -> Tensor:
         """Attention of [B, L, H, c] over the window and the selection."""
         selection = known.selection if self.ratio else None
         width = 0 if selection is None else selection.width

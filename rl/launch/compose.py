@@ -1,7 +1,7 @@
 """From command-line overrides to a validated `RunConfig`, with every problem reported at once.
 
-Hydra composes the groups; unknown keys are refused here, whether they were written with `+` or without, and the
-nearest valid key is named. Nothing a user types is silently ignored.
+Hydra composes the groups; unknown keys are refused here, whether they were written with `+` or without, and
+the nearest valid key is named. Nothing a user types is silently ignored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from rl.launch.config import RunConfig
 
@@ -34,43 +34,38 @@ def load_config(overrides: Sequence[str]) -> RunConfig:
     """Composes `conf/` with `overrides` (`experiment=calc trainer.steps=10`) and validates the result.
 
     Raises:
-        ConfigError: A key is unknown, a value is wrong, or settings do not fit together.
-    """
-    tree = compose_tree(overrides)
-    problems = [_unknown(path, names) for path, names in unknown_keys(tree, RunConfig)]
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return validate(tree)
-
-
-def validate(tree: Mapping[str, Any]) -> RunConfig:
-    """Validates a composed tree.
-
-    Raises:
-        ConfigError: A value is wrong, or settings do not fit together.
-    """
-    try:
-        return RunConfig.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError("\n".join(_problem(details) for details in error.errors())) from error
-
-
-def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
-    """Returns the composed and resolved tree, unvalidated.
-
-    Raises:
-        ConfigError: Hydra cannot read an override, or a group has no such option.
+        ConfigError: Something cannot be read, a key is unknown, a value is wrong, or settings do not fit
+            together. The message has one line for each problem.
     """
     groups = config_groups()
+    problems = [problem for text in overrides if (problem := _unreadable(text, groups))]
+    readable = [text for text in overrides if not _unreadable(text, groups)]
+    tree = _compose(readable, groups)
+    problems += [_unknown(path, list(valid_keys(RunConfig))) for path in unknown_keys(tree, RunConfig)]
+    config, wrong = _validated(_with_defaults(_known_part(tree, RunConfig)))
+    if problems or wrong or config is None:
+        raise ConfigError("\n".join(problems + wrong))
+    return config
+
+
+def _compose(overrides: Sequence[str], groups: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Returns the composed and resolved tree, unvalidated."""
     GlobalHydra.instance().clear()
     try:
         with initialize_config_module("conf", version_base="1.3"):
             tree = compose("config", overrides=[_normalise(text, groups) for text in overrides])
             plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_explain(error, overrides, groups)) from error
+        raise ConfigError(f"{str(error).splitlines()[0]} (given: {' '.join(overrides)})") from error
     assert isinstance(plain, dict)
     return typing.cast("dict[str, Any]", plain)
+
+
+def _validated(tree: Mapping[str, Any]) -> tuple[RunConfig | None, list[str]]:
+    try:
+        return RunConfig.model_validate(tree), []
+    except ValidationError as error:
+        return None, [_problem(details) for details in error.errors()]
 
 
 def config_groups() -> dict[str, list[str]]:
@@ -78,28 +73,68 @@ def config_groups() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for folder in resources.files("conf").iterdir():
         if folder.is_dir() and not folder.name.startswith("_"):
-            options = sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
+            options = sorted(
+                f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml")
+            )
             if options:
                 found[folder.name] = options
     return found
 
 
-def unknown_keys(tree: Mapping[str, Any], model: Any, path: str = "") -> Iterator[tuple[str, list[str]]]:
-    """Yields each key of `tree` that `model` does not have: its full path, and all valid paths."""
+def unknown_keys(tree: Mapping[str, Any], model: Any, path: str = "") -> Iterator[str]:
+    """Yields the full path of each key of `tree` that `model` does not have (leaves only)."""
     names = section_fields(model)
     for key, value in tree.items():
         here = f"{path}{key}"
         if key not in names:
-            yield here, list(valid_keys(RunConfig))
-        elif isinstance(value, Mapping) and (section := _section(names[key])) is not None:
+            yield from _leaves(value, here)
+        elif isinstance(value, Mapping) and (section := section_of(names[key])) is not None:
             yield from unknown_keys(value, section, f"{here}.")
+
+
+def _leaves(value: Any, path: str) -> Iterator[str]:
+    if not isinstance(value, Mapping) or not value:
+        yield path
+        return
+    for key, inner in value.items():
+        yield from _leaves(inner, f"{path}.{key}")
+
+
+def _known_part(tree: Mapping[str, Any], model: Any) -> dict[str, Any]:
+    """Returns `tree` without the keys that `model` does not have, so that the rest can be checked too."""
+    names = section_fields(model)
+    return {
+        key: _known_part(value, section)
+        if isinstance(value, Mapping) and (section := section_of(names[key])) is not None
+        else value
+        for key, value in tree.items()
+        if key in names
+    }
+
+
+def _with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Fills each section with its own defaults, so that one given key leaves the others as they were."""
+    filled = dict(tree)
+    for name, info in RunConfig.model_fields.items():
+        if info.default_factory is not None:
+            default = info.get_default(call_default_factory=True, validated_data={})
+            plain = TypeAdapter(type(default)).dump_python(default)
+            filled[name] = _merged(plain, tree.get(name, {}))
+    return filled
+
+
+def _merged(base: Mapping[str, Any], over: Any) -> Any:
+    if not isinstance(over, Mapping):
+        return over
+    both = {k: _merged(base[k], v) if isinstance(base.get(k), Mapping) else v for k, v in over.items()}
+    return {**base, **both}
 
 
 def valid_keys(model: Any, path: str = "") -> Iterator[str]:
     """Yields the full path of every key below `model`, sections included."""
     for name, kind in section_fields(model).items():
         yield f"{path}{name}"
-        if (section := _section(kind)) is not None:
+        if (section := section_of(kind)) is not None:
             yield from valid_keys(section, f"{path}{name}.")
 
 
@@ -111,7 +146,7 @@ def section_fields(model: Any) -> dict[str, Any]:
     return {entry.name: hints[entry.name] for entry in dataclasses.fields(model) if entry.init}
 
 
-def _section(kind: Any) -> Any:
+def section_of(kind: Any) -> Any:
     """Returns the section that a type stands for (also `Section | None`), or None for a plain value."""
     for option in typing.get_args(kind) or (kind,):
         if isinstance(option, type) and (issubclass(option, BaseModel) or dataclasses.is_dataclass(option)):
@@ -123,7 +158,7 @@ def _normalise(text: str, groups: Mapping[str, Sequence[str]]) -> str:
     """Turns an assignment into one that Hydra always takes, so that our own check sees unknown keys."""
     key, equals, value = text.partition("=")
     bare = key.lstrip("+")
-    if not equals or bare in groups or "@" in bare or key.startswith("~"):
+    if not equals or bare in groups or "@" in bare:
         return text
     return f"++{_SHORT.get(bare, bare)}={value}"
 
@@ -135,11 +170,15 @@ def _unknown(path: str, names: Sequence[str]) -> str:
 
 
 def nearest(path: str, names: Sequence[str]) -> str:
-    """Returns the name closest to `path`, or the empty string; a right last part counts as close."""
+    """Returns the name closest to `path`, or the empty string; the last part of a path counts most."""
     leaf = path.rsplit(".", 1)[-1]
-    same_leaf = [name for name in names if difflib.SequenceMatcher(None, name.rsplit(".", 1)[-1], leaf).ratio() > 0.8]
-    close = difflib.get_close_matches(path, same_leaf or names, n=1, cutoff=0.5)
-    return close[0] if close else (same_leaf[0] if same_leaf else "")
+
+    def score(name: str) -> float:
+        whole = difflib.SequenceMatcher(None, name, path).ratio()
+        return whole + difflib.SequenceMatcher(None, name.rsplit(".", 1)[-1], leaf).ratio()
+
+    best = max(names, key=score, default="")
+    return best if best and score(best) > 1.0 else ""
 
 
 def _problem(details: Mapping[str, Any]) -> str:
@@ -149,13 +188,15 @@ def _problem(details: Mapping[str, Any]) -> str:
     return f"{where}: {text}{given}" if where else text
 
 
-def _explain(error: Exception, overrides: Sequence[str], groups: Mapping[str, Sequence[str]]) -> str:
-    for text in overrides:
-        key, _, value = text.lstrip("+").partition("=")
-        if key in groups and value not in groups[key]:
-            near = nearest(value, groups[key])
-            hint = f"did you mean {key}={near}? " if near else ""
-            return f"{key}={value}: there is no such option; {hint}The options are {', '.join(groups[key])}"
-        if "=" not in text:
-            return f"{text}: an override has the form key=value (or group=option)"
-    return str(error).splitlines()[0]
+def _unreadable(text: str, groups: Mapping[str, Sequence[str]]) -> str:
+    """Returns what is wrong with the form of one override, or the empty string."""
+    key, equals, value = text.lstrip("+~").partition("=")
+    if text.startswith("~"):
+        return f"{text}: keys cannot be removed; give key=value instead"
+    if not equals or not key:
+        return f"{text}: an override has the form key=value (or group=option)"
+    if key in groups and value not in (*groups[key], "null"):
+        near = nearest(value, groups[key])
+        hint = f"did you mean {key}={near}? " if near else ""
+        return f"{key}={value}: there is no such option; {hint}the options are {', '.join(groups[key])}"
+    return ""

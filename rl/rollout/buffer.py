@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from envs.types import Group, Score, Status, Task, Trajectory
 from rewards.length import LengthPenaltyConfig
 from rewards.length import apply as apply_length_penalty
-
-from envs.types import Group, Score, Status, Task, Trajectory
 from rl.rollout.codec import (
     group_from_json,
     group_to_json,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from envs.types import Trajectory, TrajectoryKey
 from rl.engines.base import Engine
@@ -62,10 +63,15 @@ class Generator:
         for assignment in assignments:
             self._start(assignment, None)
 
-    async def recover(self) -> Recovered:
-        """Returns what the log of an earlier process holds: results to collect and samples to go on with."""
+    async def recover(self, version: int) -> Recovered:
+        """Returns what the log of an earlier process holds: results to collect and samples to go on with.
+
+        Tokens of policies newer than `version`, which the checkpoint does not have, count as of `version`.
+        """
         found = self._log.recovery
-        finished = tuple(found.finished.values())
+        finished = tuple(_up_to_version(trajectory, version) for trajectory in found.finished.values())
+        for key, sample in self._recovered.items():
+            self._recovered[key] = sample.up_to_version(version)
         return Recovered(finished, tuple(self._recovered), found.lost_tokens, found.damage)
 
     async def resubmit(self, keys: Sequence[TrajectoryKey]) -> None:
@@ -125,6 +131,11 @@ class Generator:
             )
         return running
 
+    async def interrupt(self) -> list[Trajectory]:
+        """Stops like `stop` and returns the samples that had finished by then; the generator stays usable."""
+        await self.stop()
+        return await self._loop.collect(0.0)
+
     async def close(self, deadline_s: float = 10.0) -> None:
         """Stops, then closes engine and log. Sandboxes' fleet stays its owner's to close."""
         try:
@@ -167,3 +178,18 @@ class Generator:
         if not self._lag_started:
             self._lag_started = True
             self._lag.start()
+
+
+def _up_to_version(trajectory: Trajectory, version: int) -> Trajectory:
+    if all(v <= version for v in trajectory.policy_versions):
+        return trajectory
+    return replace(
+        trajectory,
+        branches=tuple(
+            tuple(
+                replace(turn, policy_versions=tuple(min(v, version) for v in turn.policy_versions))
+                for turn in branch
+            )
+            for branch in trajectory.branches
+        ),
+    )

@@ -11,7 +11,7 @@ import json
 import struct
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -19,10 +19,33 @@ from envs.types import FinishReason, Message, Trajectory
 from rl.engines.base import Completion
 from rl.rollout import codec
 from rl.rollout.assignment import Assignment
-from rl.rollout.frames import ROW, Damage, Kind, Record, scan, slots_of, step_rows
+from rl.rollout.frames import ROW, Damage, Kind, Record, scan, slots_of, step_columns
 from rl.rollout.segments import Segment
 
+_ITEM = np.dtype((np.void, ROW.itemsize))
 FINISHES = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tokens:
+    """Sampled tokens as columns: token_ids int32 [n], logprobs float32 [n], versions int32 [n]."""
+
+    token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    versions: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __getitem__(self, part: slice) -> Tokens:
+        return Tokens(self.token_ids[part], self.logprobs[part], self.versions[part])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tokens) and all(
+            np.array_equal(getattr(self, name), getattr(other, name)) for name in self.__slots__
+        )
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +54,21 @@ class LoggedTurn:
 
     prompt_ids: tuple[int, ...]
     new_branch: bool
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    policy_versions: tuple[int, ...] = ()
+    tokens: Tokens
     finish: FinishReason | None = None
     results: tuple[Message, ...] = ()
 
     @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The ids of its tokens."""
+        return tuple(self.tokens.token_ids.tolist())
+
+    @property
     def completion(self) -> Completion:
         """Its tokens as the engine takes them back."""
-        return Completion(
-            self.token_ids, self.logprobs, self.policy_versions, self.finish or FinishReason.ABORT
-        )
+        columns = (self.tokens.logprobs.tolist(), self.tokens.versions.tolist())
+        finish = self.finish or FinishReason.ABORT
+        return Completion(self.token_ids, tuple(columns[0]), tuple(columns[1]), finish)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +77,18 @@ class LoggedSample:
 
     assignment: Assignment
     turns: tuple[LoggedTurn, ...]
+
+    def up_to_version(self, version: int) -> LoggedSample:
+        """The sample, with tokens of policies newer than `version` counted as of `version`.
+
+        After a resume from an older checkpoint the newer weights are lost, but not what they sampled: the
+        tokens' log-probabilities stay those of the policy that sampled them, which is what a loss needs.
+        """
+        turns = (
+            replace(turn, tokens=replace(turn.tokens, versions=np.minimum(turn.tokens.versions, version)))
+            for turn in self.turns
+        )
+        return replace(self, turns=tuple(turns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,36 +134,38 @@ class _Reader:
     slots: defaultdict[int, _Slot] = field(default_factory=lambda: defaultdict(_Slot))
     consumed: set[int] = field(default_factory=set)
     rows: list[np.ndarray] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    versions: list[np.ndarray] = field(default_factory=list)
     row_count: int = 0
     top: int = -1
 
     def read(self, data: bytes, records: list[Record]) -> None:
+        rows, versions = step_columns(data, records)
+        self.rows.append(rows)
+        self.versions.append(versions)
+        step = int(Kind.STEP)
         for item in records:
-            if item.kind == Kind.STEP:
-                version, rows = step_rows(data, item.start, item.end)
-                self.rows.append(rows)
-                self.versions.append(version)
-                self.row_count += len(rows)
+            if item[0] == step:
+                self.row_count += (item[2] - item[1] - 4) // ROW.itemsize
             else:
                 self._read_other(data, item)
 
     def _read_other(self, data: bytes, item: Record) -> None:
+        kind, start, end = item
         slots = list(slots_of(data, item))
         self.top = max([self.top, *slots])
-        if item.kind == Kind.CONSUMED:
+        if kind == Kind.CONSUMED:
             self.consumed.update(slots)
             return
         slot = self.slots[slots[0]]
-        payload = data[item.start + 4 : item.end]
-        if item.kind == Kind.START:
+        payload = data[start + 4 : end]
+        if kind == Kind.START:
             slot.start = payload
-        elif item.kind == Kind.END:
+        elif kind == Kind.END:
             slot.end = payload
-        elif item.kind == Kind.RESET:
+        elif kind == Kind.RESET:
             self._reset(slot, *struct.unpack("<IIIII", payload))
         else:
-            _read_turn(slot, Kind(item.kind), payload, self.row_count)
+            _read_turn(slot, Kind(kind), payload, self.row_count)
 
     def _reset(self, slot: _Slot, turns: int, turn: int, tokens: int, closed: int, results: int) -> None:
         slot.resets.append(_Reset(self.row_count, turn if turns else 0, tokens))
@@ -184,7 +224,7 @@ def _recover(reader: _Reader, damage: Damage) -> Recovery:
         lost += len(rows)
         if slot.start is not None:
             turns = tuple(_turns(slot, rows, versions))
-            lost -= sum(len(turn.token_ids) for turn in turns)
+            lost -= sum(len(turn.tokens) for turn in turns)
             assignment = codec.assignment_from_json(json.loads(slot.start))
             unfinished[number] = LoggedSample(assignment, turns)
     top = max(reader.top, columns.top)
@@ -204,9 +244,7 @@ def _turns(slot: _Slot, rows: np.ndarray, versions: np.ndarray) -> Iterator[Logg
         yield LoggedTurn(
             turn.prompt_ids,
             turn.new_branch,
-            tuple(rows["token"][part].tolist()),
-            tuple(rows["logprob"][part].tolist()),
-            tuple(versions[part].tolist()),
+            Tokens(rows["token"][part].copy(), rows["logprob"][part].copy(), versions[part].copy()),
             turn.finish if whole else None,
             tuple(_unbroken(turn.results)) if whole else (),
         )
@@ -223,24 +261,25 @@ def _unbroken(results: dict[int, Message]) -> Iterator[Message]:
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """The rows of unfinished samples sorted by slot, turn and place; `age` is their order in the log."""
+    """The rows of unfinished samples by slot, within a slot as logged; `age` is their order in the log."""
 
     rows: np.ndarray
+    slots: np.ndarray
     versions: np.ndarray
     age: np.ndarray
     top: int
 
     @classmethod
     def of(cls, reader: _Reader, over: set[int]) -> _Columns:
-        rows = np.concatenate([np.zeros(0, ROW), *reader.rows])
-        versions = np.repeat(np.array(reader.versions, np.int64), [len(part) for part in reader.rows])
-        top = int(rows["slot"].max()) if len(rows) else -1
-        wanted = np.flatnonzero(~np.isin(rows["slot"], np.array(sorted(over), np.uint32)))
-        rows = rows[wanted]
-        key = rows["slot"].astype(np.uint64) << np.uint64(36)  # slot, 14 bits of turn, 22 bits of place
-        key |= rows["turn"].astype(np.uint64) << np.uint64(22)
-        order = np.argsort(key | rows["index"])
-        return cls(rows[order], versions[wanted][order], wanted[order], top)
+        # As opaque items rows are copied several times faster than as records.
+        rows = np.concatenate([np.zeros(0, _ITEM), *(part.view(_ITEM) for part in reader.rows)])
+        versions = np.concatenate([np.zeros(0, np.int32), *reader.versions])
+        slots = rows.view(ROW)["slot"].copy()
+        top = int(slots.max()) if len(rows) else -1
+        order = _by_slot(slots)
+        if over:
+            order = order[~np.isin(slots[order], np.array(sorted(over), np.uint32))]
+        return cls(rows[order].view(ROW), slots[order], versions[order], order, top)
 
     @property
     def count(self) -> int:
@@ -248,11 +287,11 @@ class _Columns:
 
     def rows_of(self, slot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The rows of one slot with their versions and ages."""
-        low, high = np.searchsorted(self.rows["slot"], np.array([slot, slot + 1], np.uint32))
+        low, high = np.searchsorted(self.slots, np.array([slot, slot + 1], np.uint32))
         return self.rows[low:high], self.versions[low:high], self.age[low:high]
 
     def after_resets(self, slot: int, resets: list[_Reset]) -> tuple[np.ndarray, np.ndarray]:
-        """The rows of one slot, without those that a reset made void, and their versions."""
+        """The rows of one slot that are not void, sorted by turn and place, and their versions."""
         rows, versions, age = self.rows_of(slot)
         keep = np.ones(len(rows), bool)
         for reset in resets:
@@ -260,4 +299,18 @@ class _Columns:
                 (rows["turn"] == reset.turn) & (rows["index"] >= reset.tokens)
             )
             keep &= ~(behind & (age < reset.row))
-        return rows[keep], versions[keep]
+        rows, versions = rows[keep], versions[keep]
+        places = (rows["turn"].astype(np.int64) << 32) | rows["index"]
+        again = np.flatnonzero(np.diff(places) <= 0)
+        if again.size:  # sampled anew, and the record that says so is lost: which rows count is not known
+            certain = rows["turn"] < rows["turn"][again + 1].min()
+            rows, versions = rows[certain], versions[certain]
+        return rows, versions
+
+
+def _by_slot(slots: np.ndarray) -> np.ndarray:
+    """A stable order by slot (uint32 [n]): two passes of numpy's radix sort, which takes 16 bits."""
+    order = np.argsort(slots.astype(np.uint16), kind="stable")
+    if len(slots) and int(slots.max()) > 0xFFFF:
+        order = order[np.argsort((slots[order] >> 16).astype(np.uint16), kind="stable")]
+    return order

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -49,9 +49,18 @@ class Batch:
 
 
 def build_batch(
-    groups: Sequence[Group], algorithm: AlgorithmConfig, *, max_tokens: int | None, version: int
+    groups: Sequence[Group],
+    algorithm: AlgorithmConfig,
+    *,
+    max_tokens: int | None,
+    version: int,
+    min_version: int = 0,
+    recovered_groups: int = 0,
 ) -> Batch:
     """Computes advantages and turns what can be learned from into samples.
+
+    Tokens of versions below `min_version` are not trained. Groups numbered below `recovered_groups` may hold
+    tokens of weights that no longer exist and never count as fresh.
 
     Raises:
         NonFiniteAdvantageError: A reward or advantage is not a number; names the trajectories.
@@ -71,9 +80,11 @@ def build_batch(
     candidates: list[tuple[Sample, int, bool]] = []
     for trajectory, owner, value, keep in zip(trajectories, owners, result.values, result.keep, strict=True):
         if keep:
-            fresh = _is_fresh(trajectory, version)
+            fresh = trajectory.key.group >= recovered_groups and _is_fresh(trajectory, version)
             samples = trajectory_samples(trajectory, float(value), max_tokens=max_tokens)
-            candidates += [(sample, owner, fresh) for sample in samples]
+            candidates += [
+                (s, owner, fresh) for sample in samples if (s := _without_old(sample, min_version))
+            ]
     weights = sequence_weights(
         algorithm.aggregation,
         [sample.trained_tokens for sample, _, _ in candidates],
@@ -92,6 +103,13 @@ def build_batch(
         dropped,
         len(trajectories),
     )
+
+
+def _without_old(sample: Sample, min_version: int) -> Sample | None:
+    mask = sample.loss_mask & (sample.policy_version >= min_version)
+    if not mask.any():
+        return None
+    return sample if mask.sum() == sample.trained_tokens else replace(sample, loss_mask=mask)
 
 
 def _silent(owners: Sequence[int], values: np.ndarray, keep: np.ndarray) -> set[int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from envs.types import Trajectory
+from model.checkpoint import save_policy
 from rl import build
 from rl.checkpoint import Checkpoint, CheckpointStore
 from rl.launch.config import RunConfig
@@ -32,7 +34,11 @@ class Learner:
         self.sft = SFTTrainer(self.policy, config.sft)
         self.rl: RLTrainer | None = None
         self._demonstrations = demonstration_samples(
-            build.environment(config), self._chat, config.env.train_split, config.run.seed
+            build.environment(config),
+            self._chat,
+            config.env.train_split,
+            config.run.seed,
+            efforts=config.effort.levels,
         )
 
     def warm_start(self, steps: int) -> dict[str, float]:
@@ -45,17 +51,18 @@ class Learner:
     def begin_reinforcement(self) -> None:
         """Switches to RL: the cache's quantisation is simulated from here on, with a new optimiser."""
         build.use_threads(self._config.launcher.trainer_threads)
-        self.policy.fake_quant = self._config.model.fake_quant
+        self.policy.fake_quant = self._config.trainer.fake_quant
         self.rl = RLTrainer(self.policy, self._config.trainer, self._config.algorithm)
 
     def step(self, batch: Batch) -> dict[str, float]:
         """Takes one step of RL on a batch of groups and returns its metrics."""
         assert self.rl is not None, "begin_reinforcement comes before the first step"
-        return self.rl.step(batch.groups, version=batch.version, min_version=batch.min_version)
+        assert batch.version == self.rl.version, "the controller counts the same steps"
+        return self.rl.step(batch.groups, min_version=batch.min_version)
 
     def snapshot(self) -> WeightSnapshot:
         """Returns the current weights, as the version that the next samples carry."""
-        return WeightSnapshot.pack(self.policy.state_dict(), 0 if self.rl is None else self.rl.steps)
+        return WeightSnapshot.pack(self.policy.state_dict(), 0 if self.rl is None else self.rl.version)
 
     def mismatch(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Compares the sampler's log-probabilities with the trainer's, token by token, on equal weights.
@@ -64,8 +71,8 @@ class Learner:
         difference, the share above 1e-3, and the number of tokens.
         """
         assert self.rl is not None
-        version = self.rl.steps
-        samples = [s for t in trajectories for s in trajectory_samples(t) if _pure(s, version)]
+        version = self.rl.version
+        samples = [s for t in trajectories for s in trajectory_samples(t, 0.0) if _pure(s, version)]
         own = self.rl.logprobs(samples)
         gaps = [np.abs(a - s.logprobs)[s.loss_mask] for a, s in zip(own, samples, strict=True)]
         gap = np.concatenate(gaps) if gaps else np.zeros(0, np.float32)
@@ -89,7 +96,7 @@ class Learner:
         self._store.save(
             step,
             {"learner": own, "controller": dict(state)},
-            lambda folder: build.write_policy(self.policy, self._chat, folder),
+            self._write_policy,
         )
 
     def restore(self, checkpoint: Checkpoint) -> Any:
@@ -105,6 +112,25 @@ class Learner:
             assert self.rl is not None
             self.rl.load_state_dict(own["rl"])
         return state["controller"]
+
+    def recovered(self, groups: int) -> None:
+        """Notes that groups with a number below `groups` began in an earlier attempt at this run.
+
+        They may hold tokens of weights that were lost with it: they are trained on as ever, but never used to
+        compare trainer and sampler.
+        """
+        assert self.rl is not None
+        self.rl.recovered_groups = groups
+
+    def _write_policy(self, folder: Path) -> None:
+        save_policy(self.policy, folder)
+        self._chat.save(folder)
+
+
+@asynccontextmanager
+async def open_learner(config: RunConfig, checkpoints: Path) -> AsyncIterator[Learner]:
+    """Opens the trainer's process."""
+    yield Learner(config, checkpoints)
 
 
 def _pure(sample: Sample, version: int) -> bool:

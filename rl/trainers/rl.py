@@ -31,7 +31,6 @@ class RLConfig:
 
     Attributes:
         steps: optimiser steps, which a decaying schedule spans.
-        groups_per_step: groups that make a batch.
         token_budget: most tokens of a micro-batch.
         max_tokens: longer samples are cut here; None cuts none.
         temperature: the sampler's; log-probabilities are those of softmax(logits / temperature).
@@ -42,7 +41,6 @@ class RLConfig:
     """
 
     steps: int = 200
-    groups_per_step: int = 16
     token_budget: int = 8192
     max_tokens: int | None = None
     temperature: float = 1.0
@@ -76,6 +74,8 @@ class RLTrainer(Trainer):
             config.optimizer,
             total_steps=config.steps,
             token_budget=config.token_budget,
+            fake_quant=config.fake_quant,
+            temperature=config.temperature,
             balance_coef=config.balance_coef,
             indexer_coef=config.indexer_coef,
         )
@@ -85,9 +85,14 @@ class RLTrainer(Trainer):
                 f"kl_coef is {algorithm.kl_coef}, the reference is {'given' if reference else 'missing'}"
             )
         self.config, self.algorithm, self.reference = config, algorithm, reference
+        self.recovered_groups = 0
+        """Groups numbered below began in an earlier attempt at the run, partly under weights now lost."""
 
-    def step(self, groups: Sequence[Group]) -> dict[str, float]:
+    def step(self, groups: Sequence[Group], *, min_version: int = 0) -> dict[str, float]:
         """Takes one optimiser step over `groups`; takes none, and says so, when there is nothing to learn.
+
+        Either way the weights' version rises by one: it names the step that published them. Tokens that a
+        version below `min_version` sampled carry no loss.
 
         Groups whose advantages are all zero are left out of the forward pass (they count in the denominator),
         unless a KL or entropy term learns from them too.
@@ -96,13 +101,21 @@ class RLTrainer(Trainer):
             NonFiniteAdvantageError: A reward or advantage is not a number.
             NonFiniteLossError: A log-probability or the loss is not finite; the weights were not touched.
         """
-        batch = build_batch(groups, self.algorithm, max_tokens=self.config.max_tokens, version=self.version)
+        batch = build_batch(
+            groups,
+            self.algorithm,
+            max_tokens=self.config.max_tokens,
+            version=self.version,
+            min_version=min_version,
+            recovered_groups=self.recovered_groups,
+        )
         measures = Measures()
         updated: dict[str, float] = {}
         if batch.samples:
-            self.policy.fake_quant = self.config.fake_quant
+            self.policy.fake_quant = self.fake_quant
             updated = self.update(self._accumulate(batch, measures))
         self.steps += 1
+        self.version = self.steps
         metrics = {**_dropped(batch.dropped), **measures.summary(), **updated, **batch.statistics()}
         metrics["updates"] = float(bool(batch.samples))
         return {f"train/{name}": value for name, value in metrics.items()}
@@ -116,7 +129,7 @@ class RLTrainer(Trainer):
         for micro in micro_batches(samples, self.token_budget, device):
             members = [samples[i] for i in micro.indices]
             outputs = token_outputs(
-                self.policy, micro, temperature=self.config.temperature, indexer_loss=self.indexer_coef > 0
+                self.policy, micro, temperature=self.temperature, indexer_loss=self.indexer_loss
             )
             inputs = self._inputs(micro, outputs)
             self.require_finite(inputs.masked(inputs.sampler_logprobs), members, "sampler's log-probability")
@@ -134,9 +147,9 @@ class RLTrainer(Trainer):
         old = outputs.logprobs.detach() if self.algorithm.anchored_at_trainer else micro.logprobs
         reference = None
         if self.reference is not None:
-            self.reference.fake_quant = self.config.fake_quant
+            self.reference.fake_quant = self.fake_quant
             with torch.no_grad():
-                reference = token_outputs(self.reference, micro, temperature=self.config.temperature).logprobs
+                reference = token_outputs(self.reference, micro, temperature=self.temperature).logprobs
         return LossInputs(
             logprobs=outputs.logprobs,
             sampler_logprobs=micro.logprobs,

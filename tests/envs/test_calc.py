@@ -1,39 +1,21 @@
 import itertools
-import sys
 from collections import Counter
 
 import pytest
 
+import rewards
 from envs import ToolError, load
 from envs.calc import factors
-from envs.types import Role, ToolCall
+from envs.play import play, say, script
+from envs.types import Message, Role, StopReason, ToolCall
+from sandbox.errors import InfrastructureError
 from sandbox.types import ExecResult
 
 
-class LocalPython:
-    """Runs the tool's source in a plain subprocess: what a sandbox does, without its walls."""
-
-    id = "local"
-
-    async def python(self, source, *, stdin=b"", timeout_s=10.0, output_limit=1 << 16):
-        import asyncio
-
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", source, stdin=-1, stdout=-1, stderr=-1, close_fds=True
-        )
-        try:
-            out, err = await asyncio.wait_for(process.communicate(stdin), timeout_s)
-        except TimeoutError:
-            process.kill()
-            await process.communicate()
-            return ExecResult(None, b"", b"", timed_out=True)
-        return ExecResult(process.returncode, out[:output_limit], err)
-
-
-async def evaluate(expression):
+async def evaluate(box, expression):
     env = load("calc")
     task = next(env.tasks("train", 0))
-    return await env.call_tool(ToolCall("python", {"expression": expression}), task, LocalPython())
+    return await env.call_tool(ToolCall("python", {"expression": expression}), task, box)
 
 
 def test_held_out_tasks_are_disjoint_from_training_up_to_the_order_of_the_factors():
@@ -60,31 +42,31 @@ def test_a_task_shows_the_factors_and_keeps_the_product_private():
         assert task.gold == str(a * b) and task.gold not in question
 
 
-async def test_the_tool_evaluates_what_the_policy_wrote():
-    assert await evaluate("47*86") == "4042"
-    assert await evaluate("47*86-2000*3") == "-1958"
+async def test_the_tool_evaluates_what_the_policy_wrote(box):
+    assert await evaluate(box, "47*86") == "4042"
+    assert await evaluate(box, "47*86-2000*3") == "-1958"
 
 
 @pytest.mark.parametrize(
     "expression", ["47*", "1/0", "exit(0)", "", "print(5)", "'x", "__import__('os')", "é"]
 )
-async def test_a_faulty_expression_is_a_short_observation(expression):
+async def test_a_faulty_expression_is_a_short_observation(box, expression):
     with pytest.raises(ToolError, match=r"^err$"):
-        await evaluate(expression)
+        await evaluate(box, expression)
 
 
-async def test_an_endless_expression_ends_at_its_limit():
+async def test_an_endless_expression_ends_at_its_limit(box):
     with pytest.raises(ToolError, match=r"^err$"):
-        await evaluate("9**9**9**9")
+        await evaluate(box, "9**9**9**9")
 
 
-async def test_an_expression_is_data_and_never_source():
+async def test_an_expression_is_data_and_never_source(box):
     with pytest.raises(ToolError):
-        await evaluate('1\nimport sys\nsys.stdout.write("7")')
+        await evaluate(box, '1\nimport sys\nsys.stdout.write("7")')
 
 
-async def test_a_long_result_is_cut_to_what_the_policy_can_read():
-    assert await evaluate("10**30") == "100000"
+async def test_a_long_result_is_cut_to_what_the_policy_can_read(box):
+    assert await evaluate(box, "10**30") == "100000"
 
 
 async def test_an_unknown_ending_of_the_process_is_no_observation():
@@ -93,8 +75,20 @@ async def test_an_unknown_ending_of_the_process_is_no_observation():
             return ExecResult(None, b"4042", b"")
 
     env = load("calc")
-    with pytest.raises(RuntimeError, match="sandbox"):
+    with pytest.raises(InfrastructureError, match="sandbox"):
         await env.call_tool(ToolCall("python", {"expression": "1"}), next(env.tasks("train", 0)), Lost())
+
+
+async def test_an_episode_in_a_sandbox_is_scored_by_its_answer(box):
+    env = load("calc")
+    task = next(env.tasks("eval", 0))
+    expression = task.prompt[0].content.removesuffix("=")
+    call = Message("assistant", tool_calls=(ToolCall("python", {"expression": expression}),))
+    for answer, value in ((task.gold, 1.0), ("700", 0.0)):
+        judge = rewards.load(env.reward_name)
+        played = await play(env, task, script(call, say(answer)), judge=judge, sandbox=box)
+        assert played.turns[0].observations[0].content == task.gold
+        assert played.stop is StopReason.ANSWER and played.score.value == value
 
 
 def test_demonstrations_imitate_a_mediocre_user_of_the_tool():

@@ -1,15 +1,18 @@
 import itertools
 import math
 import sys
+import textwrap
 from collections import Counter
 
 import pytest
 
 import envs
+from envs.check import check_environment
 from envs.play import play, say, script
+from envs.plugins import PluginError
 from envs.probe import optimum, reading
 from envs.recall import CHANCE
-from envs.types import Message, Score, StopReason, Task, ToolCall
+from envs.types import Message, Missing, Score, StopReason, Task, ToolCall
 from rewards import load as load_reward
 from rewards.length import LengthPenaltyConfig
 
@@ -75,8 +78,11 @@ def test_sort_asks_for_sorted_letters_and_shows_some_wrong_answers():
     assert 0.25 < wrong / len(shown) < 0.35
 
 
+PROBE = envs.load("probe")
+
+
 async def ask(task, number):
-    return await envs.load("probe").call_tool(ToolCall("ask", {"question": "?"}, number=number), task, None)
+    return await PROBE.call_tool(ToolCall("ask", {"question": "?"}, number=number), task, None)
 
 
 async def test_a_reading_is_right_seven_times_in_ten_and_depends_on_task_and_number_only():
@@ -158,6 +164,49 @@ def test_reasoning_gym_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(envs.registry.BrokenPluginError, match="pip install reasoning-gym"):
         envs.load("reasoning_gym", generator="chain_sum")
+
+
+STAND_IN = """
+    class Doubling:
+        def __init__(self, size=10, seed=0, highest=9):
+            self.size, self.seed, self.highest = size, seed, highest
+        def __getitem__(self, index):
+            if index >= self.size:
+                raise IndexError
+            value = (self.seed + index) % self.highest
+            return {"question": f"2*{value}", "answer": 2 * value}
+        def score_answer(self, answer, entry):
+            while answer == "hang":
+                pass
+            return 1.0 if answer == str(entry["answer"]) else 0.1
+
+    def create_dataset(name, **options):
+        if name != "doubling":
+            raise ValueError(f"Dataset {name!r} not registered")
+        return Doubling(**options)
+"""
+
+
+async def test_reasoning_gym_is_read_and_judged_through_its_own_interface(monkeypatch, tmp_path):
+    """The package's interface (create_dataset, indexing, score_answer) in a file of its own."""
+    (tmp_path / "reasoning_gym.py").write_text(textwrap.dedent(STAND_IN))
+    monkeypatch.syspath_prepend(tmp_path)
+    env = envs.load("reasoning_gym", generator="doubling", size=5, highest=7)
+    train, held_out = list(env.tasks("train", 3)), list(env.tasks("eval", 3))
+    assert [task.gold for task in train] == ["12", "0", "2", "4", "6"]
+    assert not {task.id for task in train} & {task.id for task in held_out}
+    report = await check_environment(env, 5, consolation=0.1)
+    assert report.passed, str(report)
+    monkeypatch.setattr("envs.adapters.reasoning_gym.TIMEOUT_S", 0.3)
+    assert (await play(env, train[0], script(say("hang")))).score == Missing("timeout after 0.3 s")
+    for options, message in (
+        ({"generator": "dubling"}, "'dubling' not registered"),
+        ({"generator": "doubling", "lowest": 3}, "lowest"),
+        ({}, "needs the option generator"),
+    ):
+        with pytest.raises(PluginError, match=message):
+            envs.load("reasoning_gym", **options)
+    monkeypatch.delitem(sys.modules, "reasoning_gym")
 
 
 def test_a_task_of_one_question_keeps_what_is_private_apart():

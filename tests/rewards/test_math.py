@@ -7,26 +7,8 @@ from hypothesis import strategies as st
 
 import rewards
 from envs.killable import VerifierError
-from envs.types import (
-    FinishReason,
-    Message,
-    Missing,
-    Score,
-    Status,
-    StopReason,
-    Task,
-    Trajectory,
-    TrajectoryKey,
-    Turn,
-)
+from envs.types import Missing, Score, Task
 from rewards.math import same, unbox
-
-
-def answered(text):
-    turn = Turn((1,), (2,), (0.0,), (0,), FinishReason.STOP, Message("assistant", text))
-    key = TrajectoryKey("t", 50, "chat", 0, 0)
-    return Trajectory(key, ((turn,),), Status.FINISHED, StopReason.ANSWER, Missing("not judged"))
-
 
 EQUAL = [
     (r"\frac{1}{3}", r"\boxed{\frac{1}{3}}"),
@@ -72,6 +54,10 @@ DIFFERENT = [
     ("5", "(" * 500),
     ("5", "5 6"),
     ("x+1", "x-1"),
+    ("3", "1, 2, 3, 4, 5"),
+    ("3", r"\boxed{3} or \boxed{4}"),
+    ("3", "3 or 4"),
+    ("3", r"\{3, 4\}"),
 ]
 
 
@@ -97,12 +83,12 @@ def test_a_reference_that_is_no_expression_is_an_error_of_the_verifier(gold):
 
 
 @pytest.mark.parametrize("gold", ["", "see solution"])
-async def test_a_bad_reference_gives_no_verdict_rather_than_zero(gold):
+async def test_a_bad_reference_gives_no_verdict_rather_than_zero(gold, answered):
     verdict = await rewards.load("math")(Task.ask("t", "?", gold=gold), answered("1"))
     assert isinstance(verdict, Missing) and "reference" in verdict.reason
 
 
-def test_the_reward_works_from_a_worker_thread():
+def test_the_reward_works_from_a_worker_thread(answered):
     found = []
     task = Task.ask("t", "?", gold=r"\frac{1}{3}")
 

@@ -15,8 +15,15 @@ from rl.engines.base import Completion, Engine, EngineError, GenerateRequest
 from rl.engines.native import EngineClosedError, NativeEngine
 
 
-def make_policy(kind=Policy):
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
     torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_policy(kind=Policy):
     policy = kind(PolicyConfig.preset("nano"))
     policy.reset_parameters(1)
     return policy
@@ -128,10 +135,10 @@ async def test_pause_stops_at_a_token_boundary_and_resume_changes_nothing(engine
 
 
 async def test_weights_are_swapped_while_requests_run(engine):
-    task = asyncio.create_task(engine.generate(request(max_tokens=50)))
-    await until(lambda: engine.stats()["generated_tokens"] > 3)
     other = make_policy()
     other.reset_parameters(2)
+    task = asyncio.create_task(engine.generate(request(max_tokens=50)))
+    await until(lambda: engine.stats()["generated_tokens"] > 3)
     await engine.load_weights({name: t.numpy() for name, t in other.state_dict().items()}, 7)
     assert engine.version == 7
     versions = (await task).policy_versions
@@ -143,8 +150,8 @@ async def test_weights_are_swapped_while_requests_run(engine):
 
 async def test_a_swap_to_equal_weights_changes_no_token(engine):
     expected = await engine.generate(request("a", max_tokens=50))
-    task = asyncio.create_task(engine.generate(request("b", max_tokens=50)))
     state = {name: tensor.clone() for name, tensor in make_policy().state_dict().items()}
+    task = asyncio.create_task(engine.generate(request("b", max_tokens=50)))
     for version in range(1, 6):
         await engine.load_weights(state, version)
     completion = await task

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -75,8 +76,8 @@ def test_a_partial_turn_comes_back_with_ids_logprobs_and_versions(tmp_path: Path
     (turn,) = only(reopen(tmp_path)).turns
     assert only(reopen(tmp_path)).assignment == a
     assert (turn.prompt_ids, turn.new_branch, turn.finish) == ((5, 6, 7), True, None)
-    assert (turn.token_ids, turn.policy_versions) == ((11, 12), (3, 4))
-    assert turn.logprobs == tuple(float(np.float32(-t / 7)) for t in (11, 12))
+    assert (turn.token_ids, turn.completion.policy_versions) == ((11, 12), (3, 4))
+    assert turn.completion.logprobs == tuple(float(np.float32(-t / 7)) for t in (11, 12))
 
 
 def test_several_turns_with_tool_results_come_back(tmp_path: Path) -> None:
@@ -149,7 +150,11 @@ def test_going_on_after_recovery_appends_to_the_same_turn(tmp_path: Path) -> Non
     log.turn(a.session, 0, 2, FinishReason.STOP)
     log.close()
     (turn,) = only(reopen(tmp_path)).turns
-    assert (turn.token_ids, turn.policy_versions, turn.finish) == ((11, 12), (0, 1), FinishReason.STOP)
+    assert (turn.token_ids, turn.completion.policy_versions, turn.finish) == (
+        (11, 12),
+        (0, 1),
+        FinishReason.STOP,
+    )
 
 
 def test_what_a_resume_did_not_keep_is_void(tmp_path: Path) -> None:
@@ -164,7 +169,7 @@ def test_what_a_resume_did_not_keep_is_void(tmp_path: Path) -> None:
     log = TokenLog(tmp_path)
     sample = only(log.recovery)
     first = sample.turns[0]
-    kept = LoggedSample(a, (type(first)(first.prompt_ids, False, (11,), first.logprobs[:1], (0,)),))
+    kept = LoggedSample(a, (replace(first, tokens=first.tokens[:1], finish=None),))
     log.resume(kept)
     log.on_step(frame([a.session], [77], 0))
     log.close()
@@ -329,6 +334,31 @@ def test_a_lost_frame_is_counted_and_its_samples_go_on_from_there(tmp_path: Path
     lengths = {s.assignment.key.group: len(s.turns[0].token_ids) for s in recovery.unfinished.values()}
     assert lengths == {0: 4, 1: 9}
     assert (recovery.damage.places, recovery.lost_tokens) == (1, 5)
+
+
+def test_rows_of_which_it_is_not_known_whether_they_count_are_not_used(tmp_path: Path) -> None:
+    log, a = TokenLog(tmp_path), assignment(0)
+    log.start(a)
+    for turn in range(2):
+        log.begin(a.session, turn, [1], new_branch=False)
+        for token in (11, 12):
+            log.on_step(frame([a.session], [token], turn))
+        log.turn(a.session, turn, 2, FinishReason.STOP)
+    log.close()
+    log = TokenLog(tmp_path)
+    sample = only(log.recovery)
+    second = replace(sample.turns[1], tokens=sample.turns[1].tokens[:1], finish=None)
+    log.resume(replace(sample, turns=(sample.turns[0], second)))
+    log.flush()
+    path = segments(tmp_path)[-1]
+    damaged = path.stat().st_size - 1
+    log.on_step(frame([a.session], [77], 1))
+    log.close()
+    data = bytearray(path.read_bytes())
+    data[damaged] ^= 1
+    path.write_bytes(data)
+    turns = only(reopen(tmp_path)).turns
+    assert [turn.token_ids for turn in turns] == [(11, 12), ()]
 
 
 def test_a_segment_with_a_damaged_header_is_named_and_the_rest_is_read(tmp_path: Path) -> None:

@@ -1,0 +1,180 @@
+"""One program packs a group; the partner of a rotated channel is computed a second time."""
+
+# Kernels are written in Triton's language, which Python's types do not describe.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportAssignmentType=false, reportOperatorIssue=false
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from model.ops.records import record_bytes
+from model.ops.tile import round_bf16
+
+# Groups a program packs, and its warps.
+BLOCK, WARPS = 1, 2
+
+
+@triton.jit
+def _pooled(values, gates, row, c, inside, RATIO: tl.constexpr, D: tl.constexpr):
+    """Softmax-pooled channels c of the group that starts at `row`, rounded to bf16, as fp32."""
+    at = row.to(tl.int64) * D + c
+    if RATIO == 1:
+        pooled = tl.load(values + at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        top = tl.load(gates + at, mask=inside, other=0.0).to(tl.float32)
+        for j in tl.static_range(1, RATIO):
+            top = tl.maximum(top, tl.load(gates + at + j * D, mask=inside, other=0.0).to(tl.float32))
+        total = tl.zeros_like(top)
+        pooled = tl.zeros_like(top)
+        for j in tl.static_range(RATIO):
+            e = tl.exp(tl.load(gates + at + j * D, mask=inside, other=0.0).to(tl.float32) - top)
+            total += e
+            pooled += e * tl.load(values + at + j * D, mask=inside, other=0.0).to(tl.float32)
+        pooled = pooled / total
+    return round_bf16(pooled).to(tl.float32)
+
+
+@triton.jit
+def _e2m1(x):
+    """Nearest E2M1 code of fp32, ties to the even mantissa."""
+    size = tl.abs(x)
+    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
+    code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
+    code += (size > 5.0).to(tl.int32)
+    return code | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit
+def _e4m3(x):
+    """Nearest E4M3 code of fp32, ties to even, saturating at 448."""
+    bits = x.to(tl.uint32, bitcast=True)
+    size = tl.minimum(tl.abs(x), 448.0)
+    raw = size.to(tl.uint32, bitcast=True)
+    normal = ((raw + 0x7FFFF + ((raw >> 20) & 1)) >> 20) - (120 << 3)
+    small = ((size * 512.0 + 12582912.0) - 12582912.0).to(tl.uint32)
+    return (tl.where(size >= 0.015625, normal, small) | ((bits >> 24) & 0x80)).to(tl.int32)
+
+
+@triton.jit
+def _e4m3_value(code):
+    """The fp32 value of a positive E4M3 code."""
+    normal = ((code + (120 << 3)) << 20).to(tl.float32, bitcast=True)
+    return tl.where(code >= 8, normal, code.to(tl.float32) * 0.001953125)
+
+
+@triton.jit
+def _power_of_two(x):
+    """Biased exponent of the power of two at or above a positive normal fp32."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
+
+
+@triton.jit
+def _pack(
+    values,
+    gates,
+    starts,
+    norm,
+    cosine,
+    sine,
+    latent,
+    records,
+    count,
+    eps,
+    RATIO: tl.constexpr,
+    D: tl.constexpr,
+    ROTATED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    KIND: tl.constexpr,
+    BYTES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = (e < count)[:, None]
+    row = tl.load(starts + e, mask=e < count, other=0)[:, None]
+    c = tl.arange(0, D)[None, :]
+    x = _pooled(values, gates, row, c, inside, RATIO, D)
+    if HAS_NORM:
+        factor = tl.rsqrt(tl.sum(x * x, 1) * (1.0 / D) + eps)[:, None]
+        x = round_bf16(x * factor * tl.load(norm + c).to(tl.float32)).to(tl.float32)
+    tl.store(latent + e.to(tl.int64)[:, None] * D + c, x.to(latent.dtype.element_ty), mask=inside)
+    if ROTATED > 0:
+        turned = inside & (c >= D - ROTATED)
+        partner = _pooled(values, gates, row, c ^ 1, turned, RATIO, D)
+        if HAS_NORM:
+            partner = round_bf16(partner * factor * tl.load(norm + (c ^ 1)).to(tl.float32)).to(tl.float32)
+        pair = (c - (D - ROTATED)) // 2
+        at = e[:, None] * (ROTATED // 2) + pair
+        cos = tl.load(cosine + at, mask=turned, other=1.0)
+        sin = tl.load(sine + at, mask=turned, other=0.0)
+        x = round_bf16(x * cos + tl.where(c % 2 == 0, -partner, partner) * sin).to(tl.float32)
+
+    GROUP: tl.constexpr = 16 if KIND == "main" else 32
+    grouped = tl.reshape(x, (BLOCK, D // GROUP, GROUP))
+    amax = tl.max(tl.abs(grouped), 2)
+    if KIND == "main":
+        scale_code = _e4m3(tl.math.div_rn(tl.maximum(amax, 0.01171875), amax * 0.0 + 6.0))
+        scale = _e4m3_value(scale_code)
+    elif KIND == "window":
+        scale_code = _power_of_two(tl.maximum(amax, 1e-4) * (1.0 / 448.0))
+        scale = (scale_code << 23).to(tl.float32, bitcast=True)
+    else:
+        scale_code = _power_of_two(tl.maximum(amax, 7.052966104933725e-38) * (1.0 / 6.0))
+        scale = (scale_code << 23).to(tl.float32, bitcast=True)
+    scales = tl.broadcast_to(scale[:, :, None], (BLOCK, D // GROUP, GROUP))
+    ratio = tl.reshape(tl.math.div_rn(grouped, scales), (BLOCK, D))
+    record = records + e.to(tl.int64)[:, None] * BYTES
+    if KIND == "window":
+        tl.store(record + c, _e4m3(ratio).to(tl.uint8), mask=inside)
+        CODES: tl.constexpr = D
+    else:
+        half = tl.where(tl.arange(0, 2) == 0, 1, 16)[None, :, None]
+        codes = tl.sum(tl.reshape(_e2m1(ratio), (BLOCK, 2, D // 2)) * half, 1)
+        tl.store(record + tl.arange(0, D // 2)[None, :], codes.to(tl.uint8), mask=inside)
+        CODES: tl.constexpr = D // 2
+    g = tl.arange(0, D // GROUP)[None, :]
+    tl.store(record + CODES + g, scale_code.to(tl.uint8), mask=inside)
+
+
+def pack_keys(
+    kind: str,
+    values: Tensor,
+    gates: Tensor | None,
+    ratio: int,
+    starts: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    rope: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    """See `model.ops.pack_keys.pack_keys`."""
+    values = values.contiguous()
+    gates = values if gates is None else gates.contiguous()
+    count, width = len(starts), values.shape[1]
+    size = record_bytes(kind, width)
+    latent = torch.empty((count, width), dtype=torch.bfloat16, device=values.device)
+    records = torch.empty((count, size), dtype=torch.uint8, device=values.device)
+    cosine, sine = (values, values) if rope is None else (x.contiguous() for x in rope)
+    block = BLOCK
+    _pack[(triton.cdiv(count, block),)](
+        values,
+        gates,
+        starts,
+        values if norm is None else norm,
+        cosine,
+        sine,
+        latent,
+        records,
+        count,
+        eps,
+        RATIO=ratio,
+        D=width,
+        ROTATED=0 if rope is None else 2 * cosine.shape[1],
+        HAS_NORM=norm is not None,
+        KIND=kind,
+        BYTES=size,
+        BLOCK=block,
+        num_warps=WARPS,
+    )
+    return latent, records

@@ -1,0 +1,104 @@
+"""Sparse attention for training and prefill: selected compressed entries and a sliding window in one softmax.
+
+Entries are gathered in bf16 (unpacked once per group of layers); scores never leave the chip. The backward
+recomputes them from the log-sum-exp and is deterministic.
+"""
+
+import torch
+from torch import Tensor
+
+from model.ops.dispatch import use_kernel
+from model.ops.sparse_attention import reference
+from model.ops.sparse_attention.inverse import InverseIndex, invert
+
+__all__ = ["InverseIndex", "invert", "sparse_attention"]
+
+WINDOW_SIZE = 128
+
+
+def sparse_attention(
+    query: Tensor,
+    entries: Tensor,
+    indices: Tensor,
+    window: Tensor,
+    first: Tensor,
+    sink: Tensor,
+    *,
+    scale: float,
+    window_size: int = WINDOW_SIZE,
+    last: Tensor | None = None,
+    inverse: InverseIndex | None = None,
+    exact: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Attention of T queries over their selected entries and their window, with a sink per head.
+
+    p_j = exp(s_j) / (exp(sink) + sum_j' exp(s_j')), s_j = scale * (q . k_j), out = sum_j p_j k_j; the window
+    of query t are the rows max(first[t], last[t] - window_size + 1) .. last[t] of `window`.
+
+    Args:
+        query: [T, H, D].
+        entries: [E, D] compressed keys, also the values.
+        indices: [T, K] int32 rows of `entries`, distinct in a row, padded with -1 at the end.
+        window: [S, D] keys of the sliding window, also the values.
+        first: [T] int32, first visible window row (the start of the query's sequence).
+        sink: [H] fp32 logits.
+        scale: softmax scale.
+        window_size: keys in a full window.
+        last: [T] int32, the query's own window row; None when S = T and row t belongs to query t (training).
+        inverse: `invert(indices, len(entries))`, to share it between the layers that reuse one selection.
+        exact: pin the tile order that `sparse_decode(..., exact=True)` uses (4 % slower).
+
+    Returns:
+        Output [T, H, D] in the dtype of `query`, differentiable in query, entries, window and sink; log of
+        the softmax's denominator [T, H], without gradient.
+    """
+    _check(query, entries, indices, window, first, sink, last)
+    rows = torch.arange(len(query), dtype=torch.int32, device=query.device) if last is None else last
+    if use_kernel("sparse_attention", query):
+        from model.ops.sparse_attention.autograd import SparseAttention
+
+        return SparseAttention.apply(
+            query,
+            entries,
+            indices,
+            window,
+            first,
+            rows,
+            sink,
+            scale,
+            window_size,
+            inverse,
+            exact,
+            last is None,
+        )  # pyright: ignore[reportReturnType]
+    out, lse = reference.forward(
+        query, entries, indices, window, first, rows, sink, scale=scale, window_size=window_size
+    )
+    return out, lse.detach()
+
+
+def _check(
+    query: Tensor,
+    entries: Tensor,
+    indices: Tensor,
+    window: Tensor,
+    first: Tensor,
+    sink: Tensor,
+    last: Tensor | None,
+) -> None:
+    count, heads, channels = query.shape
+    if entries.shape[-1] != channels or window.shape[-1] != channels or sink.shape != (heads,):
+        raise ValueError(
+            f"query {tuple(query.shape)} does not fit "
+            f"entries {tuple(entries.shape)}, window {tuple(window.shape)} "
+            f"and sink {tuple(sink.shape)}: they need the query's channels and heads"
+        )
+    if len(indices) != count or first.shape != (count,):
+        raise ValueError(
+            f"{count} queries need indices [T, K] and first [T], got {len(indices)} and {len(first)} rows"
+        )
+    if last is None and len(window) != count:
+        raise ValueError(
+            f"the window has {len(window)} rows for {count} queries; "
+            "pass `last` when row t is not query t's own"
+        )

@@ -1,0 +1,166 @@
+"""Device helpers that several kernels share: operands, dots, and decoders of packed keys.
+
+Under `TRITON_INTERPRET=1` the interpreter multiplies the bit patterns of bf16 operands, truncates fp32 to
+bf16 and has no inline assembly. There these helpers work in fp32 with software rounding and give the same
+values.
+"""
+
+# Kernels are written in Triton's language, which Python's types do not describe.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportAssignmentType=false
+
+import triton
+import triton.language as tl
+
+INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+MASKED = tl.constexpr(-1e30)
+# FP4 keys are decoded as value * 2**-8, exactly; the softmax scale and the output carry the factor 2**8.
+KEY_SCALE = tl.constexpr(256.0)
+
+# Any value that Triton does not specialise (not 1, not a multiple of 16); see `branched_dot`.
+LAYOUT_FLAG = 7
+
+
+@triton.jit
+def operand(x):
+    """A tile as the tensor cores take it (fp32 in the interpreter)."""
+    if INTERPRET:  # noqa: SIM108
+        y = x.to(tl.float32)
+    else:
+        y = x
+    return y
+
+
+@triton.jit
+def round_bf16(x):
+    """Round fp32 to bf16, to nearest even (kept in fp32 in the interpreter)."""
+    if INTERPRET:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        y = bits.to(tl.float32, bitcast=True)
+    else:
+        y = x.to(tl.bfloat16)
+    return y
+
+
+@triton.jit
+def branched_dot(a, b, flag):
+    """`tl.dot(a, b)` in a branch that is always taken, which keeps Triton from duplicating the product.
+
+    For a dot whose result feeds another dot Triton puts all warps along the rows; with 64 rows and two
+    warpgroups both then compute the same scores. A branch on a run-time value breaks the chain it looks for.
+    """
+    if flag > 0:  # noqa: SIM108
+        s = tl.dot(a, b)
+    else:
+        s = tl.dot(a, b) * 2.0
+    return s
+
+
+@triton.jit
+def branched_dot2(a, b, c, d, flag):
+    """`a @ b + c @ d` with the branch of `branched_dot`."""
+    if flag > 0:
+        s = tl.dot(a, b)
+        s = tl.dot(c, d, s)
+    else:
+        s = tl.dot(a, b) * 2.0
+        s = tl.dot(c, d, s)
+    return s
+
+
+@triton.jit
+def _bf16_bits(bits):
+    """Reinterpret 16 bits (uint16) as bf16."""
+    if INTERPRET:
+        y = (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        y = bits.to(tl.bfloat16, bitcast=True)
+    return y
+
+
+@triton.jit
+def e2m1_halves(codes):
+    """Two E2M1 values a byte -> (low nibble, high nibble), each value * 2**-126 in bf16."""
+    if INTERPRET:
+        c = codes.to(tl.uint16)
+        low = _bf16_bits(((c & 7) << 6) | ((c & 8) << 12))
+        high = _bf16_bits(((c & 0x70) << 2) | ((c & 0x80) << 8))
+    else:
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t0, t1, x, y;
+            prmt.b32 t0, $4, 0, 0x4140; prmt.b32 t1, $4, 0, 0x4342;
+            shl.b32 x, t0, 6; and.b32 x, x, 0x01C001C0;
+            shl.b32 y, t0, 12; and.b32 y, y, 0x80008000; or.b32 $0, x, y;
+            shl.b32 x, t1, 6; and.b32 x, x, 0x01C001C0;
+            shl.b32 y, t1, 12; and.b32 y, y, 0x80008000; or.b32 $1, x, y;
+            shl.b32 x, t0, 2; and.b32 x, x, 0x01C001C0;
+            shl.b32 y, t0, 8; and.b32 y, y, 0x80008000; or.b32 $2, x, y;
+            shl.b32 x, t1, 2; and.b32 x, x, 0x01C001C0;
+            shl.b32 y, t1, 8; and.b32 y, y, 0x80008000; or.b32 $3, x, y;
+            }""",
+            "=r,=r,=r,=r,r",
+            [codes],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    return low, high
+
+
+@triton.jit
+def e4m3_bits(codes):
+    """E4M3 bytes -> value * 2**-120 in bf16 (NaN codes are not used by the caches)."""
+    if INTERPRET:
+        c = codes.to(tl.uint16)
+        y = _bf16_bits(((c & 0x7F) << 4) | ((c & 0x80) << 8))
+    else:
+        y = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t0, t1, x, y;
+            prmt.b32 t0, $2, 0, 0x4140; prmt.b32 t1, $2, 0, 0x4342;
+            shl.b32 x, t0, 4; and.b32 x, x, 0x07F007F0;
+            shl.b32 y, t0, 8; and.b32 y, y, 0x80008000; or.b32 $0, x, y;
+            shl.b32 x, t1, 4; and.b32 x, x, 0x07F007F0;
+            shl.b32 y, t1, 8; and.b32 y, y, 0x80008000; or.b32 $1, x, y;
+            }""",
+            "=r,=r,r",
+            [codes],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    return y
+
+
+@triton.jit
+def constant_bf16(value: tl.constexpr):
+    """A [1, 1] bf16 constant; a bare Python float would turn the product into fp32."""
+    if INTERPRET:  # noqa: SIM108
+        y = tl.full((1, 1), value, tl.float32)
+    else:
+        y = tl.full((1, 1), value, tl.bfloat16)
+    return y
+
+
+@triton.jit
+def e2m1_scale(codes):
+    """Positive E4M3 bytes -> scale * 2**118 in bf16, exact; times `e2m1_halves`: value * 2**-8."""
+    tiny = _bf16_bits(codes.to(tl.uint16) << 4)
+    return (tiny * constant_bf16(2.0**120)) * constant_bf16(2.0**118)
+
+
+@triton.jit
+def e4m3_scale(codes):
+    """UE8M0 bytes in [16, 142] -> scale * 2**112 in bf16; times `e4m3_bits`: value * 2**-8."""
+    return _bf16_bits((codes.to(tl.uint16) + 112) << 7)
+
+
+@triton.jit
+def scale_groups(values, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+    """Multiply [ROWS, COLUMNS] by [ROWS, COLUMNS // GROUP], one factor per GROUP neighbouring columns."""
+    grouped = tl.reshape(values, (ROWS, COLUMNS // GROUP, GROUP))
+    return tl.reshape(grouped * scales[:, :, None], (ROWS, COLUMNS))

@@ -1,0 +1,76 @@
+"""`temper train --dry-run`: what a run would do, with one task of its environment, and nothing started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import yaml
+
+from rl.launch.config import RunConfig
+from rl.launch.run import as_plain
+
+
+def plan(config: RunConfig) -> Iterator[str]:
+    """Yields the resolved configuration, the arithmetic of a batch, the processes, and one task.
+
+    Raises:
+        ValueError: The environment, its split, the scaffold or the reward cannot be had.
+    """
+    yield yaml.safe_dump(as_plain(config), sort_keys=False)
+    yield from arithmetic(config)
+    yield from _processes(config)
+    yield from _task(config)
+
+
+def arithmetic(config: RunConfig) -> Iterator[str]:
+    """Yields how many samples and tokens the stages take."""
+    groups, size = config.rollout.groups_per_step, config.algorithm.group_size
+    samples = groups * size
+    yield f"warm start: {config.sft.steps} steps x {config.sft.batch_size} demonstrations"
+    levels = len(config.effort.levels)
+    yield (
+        f"reinforcement: {config.trainer.steps} steps x {groups} groups x {size} samples = "
+        f"{config.trainer.steps * samples} samples ({samples} a step), at most "
+        f"{samples * config.engine.max_tokens} tokens a step"
+    )
+    yield f"efforts: {levels} ({', '.join(map(str, config.effort.levels))}), one for each group in turn"
+    evaluation = config.eval.tasks * (1 + config.eval.samples)
+    yield (
+        f"evaluation: {config.eval.tasks} tasks, once greedy and {config.eval.samples} times sampled = "
+        f"{evaluation} samples, twice"
+    )
+    at_most = (config.rollout.staleness + 1) * samples
+    in_flight = min(config.rollout.max_in_flight, at_most)
+    yield f"in flight: at most {in_flight} samples, {config.rollout.staleness} steps old at most"
+
+
+def _processes(config: RunConfig) -> Iterator[str]:
+    launcher = config.launcher
+    where = (
+        f"the Ray cluster at {launcher.address}"
+        if launcher.address
+        else "a private Ray cluster on this machine"
+    )
+    yield (
+        f"processes: driver, learner ({launcher.trainer_threads} threads) and generator "
+        f"({launcher.generator_threads} threads) on {where}"
+    )
+    yield f"sandboxes: {config.sandbox.backend}, {config.rollout.pool_size} pooled for stateless tools"
+
+
+def _task(config: RunConfig) -> Iterator[str]:
+    import envs.registry
+    import envs.scaffolds
+    import rewards
+
+    env = envs.registry.load(config.env.name, **config.env.options)
+    envs.scaffolds.load(config.scaffold.name)
+    if env.reward_name:
+        rewards.load(env.reward_name)
+    for split in (config.env.train_split, config.env.eval_split):
+        task = next(iter(env.tasks(split, config.run.seed)), None)
+        if task is None:
+            raise ValueError(
+                f"environment {env.name!r} has no task in split {split!r}; it has {', '.join(env.splits)}"
+            )
+        yield f"first task of {split}: {task.id}: {' / '.join(m.content for m in task.prompt)!r}"

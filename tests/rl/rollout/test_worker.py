@@ -1,0 +1,547 @@
+import asyncio
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import envs.registry
+import envs.scaffolds
+import rewards
+from envs.base import Episode, ToolError
+from envs.types import (
+    Boundary,
+    FinishReason,
+    Message,
+    Missing,
+    Role,
+    Score,
+    Status,
+    StopReason,
+    Task,
+    ToolCall,
+    ToolSpec,
+    Trajectory,
+    Turn,
+)
+from rl.rollout.assignment import Purpose, request_seed
+from rl.rollout.config import RolloutConfig, RolloutConfigError
+from rl.rollout.episode import EpisodeRun
+from rl.rollout.faults import Interrupted
+from rl.rollout.sandboxes import FleetSandboxes
+from rl.rollout.state import Recovery
+from rl.rollout.wal import TokenLog
+from rl.rollout.worker import Worker
+from sandbox.types import SandboxSpec
+from tests.rl.rollout.scripted import (
+    CHAT,
+    Boxes,
+    Plan,
+    ScriptedEngine,
+    calc_assignment,
+    expert,
+    ids,
+    turns_of,
+)
+
+
+class SandboxDied(Exception):
+    """As the fleet would raise it."""
+
+    __module__ = "sandbox.errors"
+
+
+class Shop:
+    """An environment with one tool that keeps state, and switches to make it misbehave."""
+
+    name = "shop"
+    splits = ("train",)
+    tools = (
+        ToolSpec(
+            "buy",
+            "Buys.",
+            {"type": "object", "properties": {"what": {"type": "string"}}, "required": ["what"]},
+        ),
+    )
+    sandbox: SandboxSpec | None = SandboxSpec()
+    max_turns = 3
+    reward_name = ""
+    efforts = (50,)
+
+    def __init__(self) -> None:
+        self.bought: list[tuple[str, int | None]] = []
+        self.error: Exception | None = None
+        self.block_s = 0.0
+        self.wait_s = 0.0
+        self.value: float | Exception = 1.0
+        self.cleaned = 0
+
+    def tasks(self, split: str, seed: int) -> Iterator[Task]:
+        yield Task.ask("t", "1")
+
+    def demonstrations(self, split: str, seed: int) -> Iterator[Any]:
+        yield from ()
+
+    async def setup(self, task: Task, sandbox: Any) -> None:
+        assert sandbox is not None
+
+    async def cleanup(self, task: Task, sandbox: Any) -> None:
+        self.cleaned += 1
+
+    async def call_tool(self, call: ToolCall, task: Task, sandbox: Any) -> str:
+        if self.error is not None:
+            raise self.error
+        time.sleep(self.block_s)  # noqa: ASYNC251  the fault under test
+        await asyncio.sleep(self.wait_s)
+        self.bought.append((call.arguments["what"], call.number))
+        return str(len(self.bought))
+
+    async def score(self, task: Task, trajectory: Trajectory) -> Score | Missing:
+        if isinstance(self.value, Exception):
+            raise self.value
+        return Score(self.value)
+
+
+def config(**settings: Any) -> RolloutConfig:
+    return RolloutConfig(**{"deadline_s": 20.0, "max_total_tokens": 64, **settings})
+
+
+def calc_worker(engine: ScriptedEngine, boxes: Boxes, log: TokenLog | None = None, **settings: Any) -> Worker:
+    env = envs.registry.load("calc")
+    reward = rewards.load("exact")
+    scaffold = envs.scaffolds.load("tools")
+    return Worker(env, scaffold, engine, CHAT, boxes, reward, log, config(**settings))
+
+
+def shop_worker(
+    plan: Plan,
+    env: Shop | None = None,
+    boxes: Boxes | None = None,
+    log: TokenLog | None = None,
+    **settings: Any,
+) -> tuple[Worker, Shop, Boxes, ScriptedEngine]:
+    env, boxes = env or Shop(), boxes or Boxes()
+    engine = ScriptedEngine(plan, log.on_step if log else None)
+    scaffold = settings.pop("scaffold", None) or envs.scaffolds.load("tools")
+    return Worker(env, scaffold, engine, CHAT, boxes, None, log, config(**settings)), env, boxes, engine
+
+
+def recovery(folder: Path) -> Recovery:
+    log = TokenLog(folder)
+    log.close()
+    return log.recovery
+
+
+def flat(turns: tuple[Turn, ...]) -> list[int]:
+    return [token for turn in turns for token in (*turn.prompt_ids, *turn.completion_ids)]
+
+
+async def test_calc_runs_from_prompt_to_score_on_token_ids(tmp_path: Path) -> None:
+    log, boxes = TokenLog(tmp_path), Boxes()
+    engine = ScriptedEngine(expert, log.on_step)
+    trajectory = await calc_worker(engine, boxes, log).run(calc_assignment(group=5, index=2))
+    log.close()
+    first, second = trajectory.turns
+    assert (trajectory.status, trajectory.stop) == (Status.FINISHED, StopReason.ANSWER)
+    assert isinstance(trajectory.score, Score)
+    assert trajectory.score.value == 1.0
+    assert first.message.tool_calls[0].arguments == {"expression": "47*86"}
+    assert first.observations == (Message(Role.TOOL, "4042", tool_call_id=first.message.tool_calls[0].id),)
+    assert list(second.prompt_ids) == ids("<obs>4042</obs>")
+    assert second.message.content == "4042"
+    assert engine.requests[1].token_ids == (*first.prompt_ids, *first.completion_ids, *second.prompt_ids)
+    assert [r.sampling.seed for r in engine.requests] == [request_seed(11, 5, 2, turn) for turn in range(2)]
+    assert engine.released == [calc_assignment(group=5, index=2).session]
+    assert (boxes.out, boxes.lent, boxes.own_sessions) == (0, 1, [])
+    assert set(trajectory.timings) == {"engine_s", "tool_s", "score_s", "total_s"}
+    assert recovery(tmp_path).finished[0] == trajectory
+
+
+async def test_ids_of_a_conversation_equal_one_render_of_it() -> None:
+    plan = turns_of("<call>1+1</call>", "let me see<call>2*3</call>", "<answer>6<end>")
+    trajectory = await calc_worker(ScriptedEngine(plan), Boxes()).run(calc_assignment())
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "47*86="}]
+    call = {
+        "type": "function",
+        "id": "c",
+        "function": {"name": "python", "arguments": '{"expression": "1+1"}'},
+    }
+    messages += [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "2"}]
+    call = {
+        "type": "function",
+        "id": "c",
+        "function": {"name": "python", "arguments": '{"expression": "2*3"}'},
+    }
+    second = {"role": "assistant", "content": "", "reasoning_content": "let me see", "tool_calls": [call]}
+    messages += [second, {"role": "tool", "content": "6"}, {"role": "assistant", "content": "6"}]
+    assert flat(trajectory.turns) == CHAT.render_prompt(messages, effort=50)
+
+
+async def test_ids_that_no_text_gives_are_kept_as_sampled() -> None:
+    strange = [60, 61, 4, *ids("<answer>1<end>")]
+    worker = calc_worker(ScriptedEngine(lambda _: strange), Boxes(), max_total_tokens=200)
+    trajectory = await worker.run(calc_assignment())
+    assert trajectory.turns[0].completion_ids == tuple(strange)
+    assert CHAT.tokenizer.encode(CHAT.tokenizer.decode(strange)) != strange
+    assert trajectory.stop is StopReason.PARSE_ERROR
+    assert flat(trajectory.turns[:2])[-len(strange) :] == strange
+
+
+async def test_a_tool_call_cut_by_the_token_limit_is_never_executed() -> None:
+    worker, env, *_ = shop_worker(turns_of("<call>rm -rf /tmp/x</call>"))
+    trajectory = await worker.run(calc_assignment(max_tokens=12, environment="shop"))
+    assert (trajectory.status, trajectory.stop) == (Status.TRUNCATED, StopReason.MAX_TOKENS)
+    assert trajectory.turns[0].finish is FinishReason.LENGTH
+    assert trajectory.turns[0].message.tool_calls == ()
+    assert env.bought == []
+    assert isinstance(trajectory.score, Score)
+
+
+async def test_a_scaffold_cannot_execute_a_cut_turn() -> None:
+    class Careless:
+        name = "careless"
+
+        async def run(self, episode: Episode) -> StopReason:
+            await episode.sample()
+            await episode.execute([ToolCall("buy", {"what": "x"})])
+            return StopReason.ANSWER
+
+    worker, env, _, _ = shop_worker(turns_of("<call>abcdefgh</call>"), scaffold=Careless())
+    trajectory = await worker.run(calc_assignment(max_tokens=4))
+    assert trajectory.stop is StopReason.MAX_TOKENS
+    assert env.bought == []
+
+
+async def test_a_policy_that_never_stops_is_judged_at_max_turns() -> None:
+    worker, env, _, _ = shop_worker(turns_of("<call>tea</call>"))
+    trajectory = await worker.run(calc_assignment())
+    assert (trajectory.status, trajectory.stop) == (Status.TRUNCATED, StopReason.MAX_TURNS)
+    assert len(trajectory.turns) == 3
+    assert env.bought == [("tea", 0), ("tea", 1), ("tea", 2)]
+    assert trajectory.score == Score(1.0)
+
+
+async def test_a_scaffold_that_asks_for_more_turns_is_stopped_even_when_it_swallows_errors() -> None:
+    class Greedy:
+        name = "greedy"
+
+        async def run(self, episode: Episode) -> StopReason:
+            for _ in range(10):
+                try:
+                    await episode.sample()
+                except Exception:
+                    continue
+            return StopReason.ANSWER
+
+    worker, _, _, engine = shop_worker(turns_of("<answer>1<end>"), scaffold=Greedy())
+    trajectory = await worker.run(calc_assignment())
+    assert trajectory.stop is StopReason.MAX_TURNS
+    assert len(engine.requests) == 3
+
+
+async def test_the_total_of_tokens_ends_a_trajectory_as_truncated() -> None:
+    worker, _, _, engine = shop_worker(turns_of("<call>tea</call>"), max_total_tokens=16)
+    trajectory = await worker.run(calc_assignment())
+    assert (trajectory.status, trajectory.stop) == (Status.TRUNCATED, StopReason.MAX_TOKENS)
+    assert all(len(r.token_ids) + r.sampling.max_tokens <= 16 for r in engine.requests)
+    assert len(flat(trajectory.turns)) <= 16
+
+
+async def test_an_unreadable_turn_is_answered_and_the_policy_may_mend_it() -> None:
+    plan = turns_of("hm<end>", "<answer>4042<end>")
+    trajectory = await calc_worker(ScriptedEngine(plan), Boxes()).run(calc_assignment())
+    assert trajectory.turns[0].parse_error
+    assert trajectory.turns[0].observations == (Message(Role.TOOL, trajectory.turns[0].parse_error),)
+    assert trajectory.stop is StopReason.ANSWER
+    assert isinstance(trajectory.score, Score)
+
+
+async def test_a_calls_own_fault_is_an_observation() -> None:
+    plan = turns_of("<call>1/0</call>", "<answer>0<end>")
+    trajectory = await calc_worker(ScriptedEngine(plan), Boxes()).run(calc_assignment())
+    assert [m.content for m in trajectory.turns[0].observations] == ["err"]
+    assert (trajectory.status, trajectory.error) == (Status.FINISHED, None)
+    worker, env, _, _ = shop_worker(turns_of("<call>tea</call>", "<answer>1<end>"))
+    env.error = ToolError("sold out")
+    trajectory = await worker.run(calc_assignment())
+    assert trajectory.turns[0].observations[0].content == "sold out"
+
+
+@pytest.mark.parametrize(
+    ("error", "where"), [(SandboxDied("gone"), Boundary.SANDBOX), (KeyError("bug"), Boundary.ENVIRONMENT)]
+)
+async def test_a_fault_that_is_not_the_policys_gives_no_score(error: Exception, where: Boundary) -> None:
+    worker, env, boxes, engine = shop_worker(turns_of("<call>tea</call>"))
+    env.error = error
+    trajectory = await worker.run(calc_assignment())
+    assert (trajectory.status, trajectory.stop) == (Status.FAILED, StopReason.ERROR)
+    assert trajectory.error is not None
+    assert (trajectory.error.boundary, trajectory.error.type) == (where, type(error).__name__)
+    assert isinstance(trajectory.score, Missing)
+    assert trajectory.score.boundary is where
+    assert len(trajectory.turns) == 1
+    assert (boxes.out, env.cleaned, len(engine.released)) == (0, 1, 1)
+
+
+async def test_a_sandbox_that_cannot_be_had_is_a_fault_of_the_sandbox() -> None:
+    worker, _, boxes, _ = shop_worker(turns_of("<call>tea</call>"))
+    boxes.fail = SandboxDied("no room on any node")
+    trajectory = await worker.run(calc_assignment())
+    assert trajectory.error is not None
+    assert (trajectory.error.boundary, trajectory.error.message) == (Boundary.SANDBOX, "no room on any node")
+    with pytest.raises(RolloutConfigError, match="sandbox=docker or sandbox=bubblewrap"):
+        Worker(Shop(), envs.scaffolds.load("tools"), ScriptedEngine(expert), CHAT, None, None, None, config())
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (math.nan, "not finite"),
+        (math.inf, "not finite"),
+        (ZeroDivisionError("division"), "ZeroDivisionError: division"),
+    ],
+)
+async def test_a_reward_that_fails_is_missing_and_never_zero(value: Any, reason: str) -> None:
+    worker, env, _, _ = shop_worker(turns_of("<answer>1<end>"))
+    env.value = value
+    trajectory = await worker.run(calc_assignment())
+    assert isinstance(trajectory.score, Missing)
+    assert reason in trajectory.score.reason
+    assert trajectory.status is Status.FINISHED
+
+
+async def test_a_reward_that_never_returns_is_missing_after_its_limit() -> None:
+    async def forever(task: Task, trajectory: Trajectory) -> Score:
+        await asyncio.sleep(60)
+        return Score(0.0)
+
+    engine = ScriptedEngine(turns_of("<answer>1<end>"))
+    settings = config(score_deadline_s=0.05)
+    worker = Worker(Shop(), envs.scaffolds.load("tools"), engine, CHAT, Boxes(), forever, None, settings)
+    trajectory = await worker.run(calc_assignment())
+    assert isinstance(trajectory.score, Missing)
+    assert "score_deadline_s=0.05" in trajectory.score.reason
+
+
+async def test_the_deadline_ends_a_stuck_sample_and_says_what_it_waited_for() -> None:
+    worker, env, boxes, _ = shop_worker(turns_of("<call>tea</call>"), deadline_s=0.1)
+    env.wait_s = 60
+    trajectory = await worker.run(calc_assignment())
+    assert trajectory.error is not None
+    assert trajectory.error.type == "DeadlineExceeded"
+    assert trajectory.error.boundary is Boundary.ENVIRONMENT
+    assert (boxes.out, env.cleaned) == (0, 1)
+
+
+async def test_members_of_a_group_draw_from_streams_of_their_own_and_repeat() -> None:
+    seeds = []
+    for _ in range(2):
+        engine = ScriptedEngine(expert)
+        worker = calc_worker(engine, Boxes())
+        runs = [worker.run(calc_assignment(group=1, index=index)) for index in range(8)]
+        found = await asyncio.gather(*runs)
+        seeds.append({r.session: r.sampling.seed for r in engine.requests})
+        assert len({t.turns[0].logprobs for t in found}) == 8
+    assert seeds[0] == seeds[1]
+
+
+async def test_a_stateful_tool_gets_one_box_a_trajectory() -> None:
+    worker, env, boxes, _ = shop_worker(turns_of("<call>tea</call>", "<call>cup</call>", "<answer>2<end>"))
+    await worker.run(calc_assignment(index=3))
+    assert boxes.own_sessions == [calc_assignment(index=3).session]
+    assert boxes.lent == 1
+    assert env.bought == [("tea", 0), ("cup", 1)]
+
+
+async def test_a_cancelled_sample_gives_back_box_and_session() -> None:
+    worker, env, boxes, engine = shop_worker(turns_of("<call>tea</call>"))
+    env.wait_s = 60
+    task = asyncio.create_task(worker.run(calc_assignment()))
+    while not boxes.out:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (boxes.out, env.cleaned, len(engine.released)) == (0, 1, 1)
+
+
+async def test_a_turn_given_back_by_a_closing_engine_stays_in_the_log(tmp_path: Path) -> None:
+    log = TokenLog(tmp_path)
+    engine = ScriptedEngine(expert, log.on_step, step_s=0.01)
+    task = asyncio.create_task(calc_worker(engine, Boxes(), log).run(calc_assignment()))
+    await asyncio.sleep(0.06)
+    await engine.close()
+    with pytest.raises(Interrupted):
+        await task
+    log.close()
+    (sample,) = recovery(tmp_path).unfinished.values()
+    assert sample.turns[0].token_ids == tuple(ids("<call>47*86</call>"))[: len(sample.turns[0].token_ids)]
+
+
+async def test_a_rewritten_history_forks_a_branch() -> None:
+    class Summing:
+        name = "summing"
+
+        async def run(self, episode: Episode) -> StopReason:
+            assert isinstance(episode, EpisodeRun)
+            await episode.sample()
+            episode.observe(Message(Role.USER, "more"))
+            await episode.sample()
+            episode.rewrite(Message(Role.USER, "47*86 is 4042"))
+            await episode.sample()
+            return StopReason.ANSWER
+
+    worker, _, _, engine = shop_worker(turns_of("<answer>1<end>"), scaffold=Summing())
+    trajectory = await worker.run(calc_assignment())
+    assert [len(branch) for branch in trajectory.branches] == [2, 1]
+    fresh = CHAT.render_prompt([{"role": "user", "content": "47*86 is 4042"}], effort=50)
+    assert list(trajectory.branches[1][0].prompt_ids) == fresh == list(engine.requests[2].token_ids)
+    assert trajectory.turns[0].observations == (Message(Role.USER, "more"),)
+
+
+async def test_evaluation_is_not_logged(tmp_path: Path) -> None:
+    log = TokenLog(tmp_path)
+    engine = ScriptedEngine(expert, log.on_step)
+    trajectory = await calc_worker(engine, Boxes(), log).run(calc_assignment(purpose=Purpose.EVAL))
+    assert isinstance(trajectory.score, Score)
+    assert log.stats()["bytes"] == log.stats()["tokens"] == 0
+    log.close()
+
+
+def same(trajectory: Trajectory) -> Trajectory:
+    return replace(trajectory, timings={})
+
+
+async def test_a_sample_goes_on_from_any_token_and_ends_as_if_undisturbed(tmp_path: Path) -> None:
+    whole = await calc_worker(ScriptedEngine(expert), Boxes()).run(calc_assignment())
+    total = whole.sampled_tokens
+    for cut in range(total + 1):
+        folder = tmp_path / str(cut)
+        log = TokenLog(folder, flush_ms=0)
+        seen = 0
+        reached = asyncio.Event()
+
+        def on_step(
+            frame: Any, log: TokenLog = log, cut: int = cut, reached: asyncio.Event = reached
+        ) -> None:
+            nonlocal seen
+            if seen < cut:
+                log.on_step(frame)
+            seen += 1
+            if seen > cut:
+                reached.set()
+
+        engine = ScriptedEngine(expert, on_step, step_s=0.0)
+        boxes = Boxes()
+        task = asyncio.create_task(calc_worker(engine, boxes, log).run(calc_assignment()))
+        waiting = asyncio.create_task(reached.wait())
+        await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        task.cancel()
+        await asyncio.gather(task, waiting, return_exceptions=True)
+        log.close()
+        log = TokenLog(folder)
+        if cut == total:
+            assert [same(t) for t in log.recovery.finished.values()] == [same(whole)]
+            log.close()
+            continue
+        (sample,) = log.recovery.unfinished.values()
+        assert sum(len(turn.token_ids) for turn in sample.turns) == cut
+        engine = ScriptedEngine(expert, log.on_step)
+        again = await calc_worker(engine, boxes, log).run(calc_assignment(), sample)
+        assert same(again) == same(whole)
+        sampled_again = sum(len(turn.token_ids) for turn in sample.turns)
+        assert log.stats()["tokens"] == total - sampled_again
+        log.close()
+        assert [same(t) for t in recovery(folder).finished.values()] == [same(whole)]
+
+
+async def test_a_turn_is_on_disk_before_its_tool_call_is_sent(tmp_path: Path) -> None:
+    log = TokenLog(tmp_path, flush_ms=1e6)
+    copied: list[bytes] = []
+
+    class Spying(Shop):
+        async def call_tool(self, call: ToolCall, task: Task, sandbox: Any) -> str:
+            copied.append((tmp_path / "00000000.wal").read_bytes())
+            return "ok"
+
+    worker, *_ = shop_worker(turns_of("<call>tea</call>", "<answer>1<end>"), env=Spying(), log=log)
+    await worker.run(calc_assignment())
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "00000000.wal").write_bytes(copied[0])
+    (sample,) = recovery(tmp_path / "copy").unfinished.values()
+    assert sample.turns[0].finish is FinishReason.STOP
+    assert sample.turns[0].token_ids == tuple(ids("<call>tea</call>"))
+    log.close()
+
+
+async def test_a_result_that_is_not_logged_is_computed_again_only_without_state(tmp_path: Path) -> None:
+    for name, expected in (("calc", Status.FINISHED), ("shop", Status.FAILED)):
+        log = TokenLog(tmp_path / name, flush_ms=0)
+        boxes = Boxes()
+        if name == "calc":
+            boxes.box = type("Slow", (), {"python": staticmethod(lambda *a, **k: asyncio.sleep(60))})()
+            worker = calc_worker(ScriptedEngine(expert, log.on_step), boxes, log)
+        else:
+            worker, env, boxes, _ = shop_worker(expert, boxes=boxes, log=log)
+            env.wait_s = 60
+        task = asyncio.create_task(worker.run(calc_assignment()))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        log.close()
+        log = TokenLog(tmp_path / name)
+        (sample,) = log.recovery.unfinished.values()
+        assert sample.turns[0].finish is FinishReason.STOP
+        if name == "calc":
+            worker = calc_worker(ScriptedEngine(expert, log.on_step), Boxes(), log)
+        else:
+            worker, *_ = shop_worker(expert, log=log)
+        again = await worker.run(calc_assignment(), sample)
+        assert again.status is expected
+        if name == "shop":
+            assert again.error is not None
+            assert (again.error.boundary, again.error.type) == (Boundary.SANDBOX, "SandboxLost")
+            assert isinstance(again.score, Missing)
+        log.close()
+
+
+async def test_sandboxes_of_a_fleet_are_closed_also_when_their_creation_is_cancelled() -> None:
+    class Box:
+        id = "b"
+        closed = 0
+
+        async def close(self) -> None:
+            Box.closed += 1
+
+    specs: list[SandboxSpec] = []
+
+    class Fleet:
+        async def create(self, spec: SandboxSpec) -> Any:
+            specs.append(spec)
+            await asyncio.sleep(0.05)
+            return Box()
+
+        async def pool(self, spec: SandboxSpec, size: int) -> Any:
+            raise NotImplementedError
+
+    sandboxes = FleetSandboxes(Fleet(), SandboxSpec(), 2, lease_s=99.0)
+    async with sandboxes.own("train/t"):
+        assert Box.closed == 0
+    assert Box.closed == 1
+    assert (specs[0].ttl_s, specs[0].labels) == (99.0, {"session": "train/t"})
+
+    async def use() -> None:
+        async with sandboxes.own("x"):
+            await asyncio.sleep(60)
+
+    task = asyncio.create_task(use())
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert Box.closed == 2
