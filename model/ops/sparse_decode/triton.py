@@ -159,10 +159,7 @@ def _decode(
     limit = tl.minimum(main_count, (split + 1) * PART)
     for n in tl.range(split * PART, (split + 1) * PART, BLOCK):
         c = n + tl.arange(0, BLOCK)
-        if KEYS % (SPLITS * BLOCK) == 0:
-            i = tl.load(indices + row * KEYS + c)
-        else:
-            i = tl.load(indices + row * KEYS + c, mask=c < KEYS, other=-1)
+        i = tl.load(indices + row * KEYS + c, mask=c < KEYS, other=-1)
         record = records + tl.maximum(i, 0).to(tl.int64)[:, None] * MAIN
         codes = tl.load(record + d[None, :])
         s0 = e2m1_scale(tl.load(record + HALF + g[None, :]))
