@@ -5,9 +5,9 @@ maxima and probabilities are exchanged through shared memory, and each accumulat
 score is computed twice and every product has 64 columns, which the plain kernel cannot have. Sums run in
 another order than in the plain kernel, so exact mode does not use this one.
 
-Shared maxima are reused in the next step: a warpgroup overwrites its own only after it saw the other's probabilities,
-which the other forms after reading them. `compute-sanitizer --tool racecheck` does not follow this order through
-barriers that one thread of a warpgroup signals, and reports it.
+Shared maxima are reused in the next step: a warpgroup overwrites its own only after it saw the other's
+probabilities, which the other forms after reading them. `compute-sanitizer --tool racecheck` does not follow
+this order through barriers that one thread of a warpgroup signals, and reports it.
 """
 
 # Kernels are written in Triton's language, which Python's types do not describe.

@@ -110,7 +110,7 @@ def read_resources(name: str, kernel) -> Resources:
     return Resources(name, int(registers), int(stack), kernel.metadata.shared)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def compiled() -> Iterator[Callable]:
     """`compiled(launcher, *meta_tensors, **kwargs)`: the resources of each kernel it would launch."""
     import triton
@@ -134,6 +134,5 @@ def compiled() -> Iterator[Callable]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
         patch.setattr(JITFunction, "run", warmup)
-        driver.set_active(_Hopper())
+        patch.setattr(driver, "_active", _Hopper())
         yield call
-        driver.reset_active()
