@@ -9,6 +9,17 @@ from torch.nn import functional as F
 from model.quant.blocks import round_window, straight_through
 
 
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`x` times `weight`, in the dtype of `x`.
+
+    Processors sum bfloat16 products in an order that depends on the batch; there float32 is used inside, so that a
+    token gives the same result alone and among others.
+    """
+    if x.dtype is torch.bfloat16 and x.device.type == "cpu":
+        return F.linear(x.float(), weight.float()).to(x.dtype)
+    return F.linear(x, weight)
+
+
 def quantized_linear(x: Tensor, weight: Tensor) -> Tensor:
     """`x` rounded to FP8 (power-of-two scale per 32) times `weight`, summed in float32, as `x` in dtype."""
     rounded = straight_through(x, round_window)
@@ -25,4 +36,4 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs] to [..., outputs]."""
-        return quantized_linear(x, self.weight) if self.quantized else F.linear(x, self.weight)
+        return quantized_linear(x, self.weight) if self.quantized else linear(x, self.weight)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from model.config import PolicyConfig
-from model.layers.linear import quantized_linear
+from model.layers.linear import linear, quantized_linear
 from model.layers.swiglu import clipped_swiglu
 from model.layers.top_k import top_k_lowest_index
 
@@ -94,7 +94,7 @@ class MixtureOfExperts(nn.Module):
         return result.to(x.dtype), routing
 
     def _linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        return quantized_linear(x, weight) if self.quantized else F.linear(x, weight)
+        return quantized_linear(x, weight) if self.quantized else linear(x, weight)
 
     def _activate(self, hidden: Tensor, weights: Tensor) -> Tensor:
         """[..., 2 f] and weights [..., 1] to [..., f]: weight * silu(min(gate, limit)) * clip(up, limit)."""
