@@ -63,7 +63,8 @@ def check_images(file: ModelFile, name: str, data: dict[str, Tensor]) -> list[Ca
             cases.append(Case(f"{name} image {number} {kind}", error <= TAP_LIMIT, f"worst {error:.1e}"))
         placed.append((tuple(data[f"in.image{number}.row_start"].tolist()), rows))
     ids = data["in.ids"]
-    images = ImageTokens(data["in.token_types"].flatten(), torch.cat([rows for _, rows in sorted(placed, key=_place)]))
+    rows = torch.cat([rows for _, rows in sorted(placed, key=_place)])
+    images = ImageTokens(data["in.token_types"].flatten(), rows)
     trace = Trace()
     tokens = PackedTokens(ids.flatten(), torch.arange(ids.shape[0] + 1) * ids.shape[1], images)
     logits = policy.logits(policy(tokens, trace=trace).hidden)

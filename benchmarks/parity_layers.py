@@ -1,7 +1,7 @@
 """Parity of a quantised model file, layer by layer.
 
-End to end such a model is chaotic: one rounding step early flips a code or a route later. So every layer is fed the
-reference's own input and shared state, and compared with the reference's output.
+End to end such a model is chaotic: one rounding step early flips a code or a route later. So every layer is
+fed the reference's own input and shared state, and compared with the reference's output.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ class LayerRun:
         owner, candidates = config.kv_owner(layer), None
         main = self._tap(owner, "main_kv")
         if config.uses_candidates(layer):
-            mask = self._tap(config.candidate_source_layer_id, "candidate_mask")[..., :: config.candidate_block_size]
-            candidates = torch.where(mask, torch.arange(mask.shape[-1]), -1)
+            mask = self._tap(config.candidate_source_layer_id, "candidate_mask")
+            blocks = mask[..., :: config.candidate_block_size]
+            candidates = torch.where(blocks, torch.arange(blocks.shape[-1]), -1)
         visible = batch.rows[0].groups(config.ratio(layer)).visible
         index = self._tap(config.index_owner(layer), "index_topk").long()
         keys = TensorKeys(self._tap(owner, "index_k"))
@@ -85,8 +86,10 @@ class LayerRun:
 
     def _compare(self, layer: int, ours: dict[str, Tensor], problems: list[str]) -> Case:
         prefix = f"layers.{layer}."
-        taps = {key[5 + len(prefix) - 1 :]: v for key, v in self.reference.items() if key.startswith("tap." + prefix)}
-        taps = {key.lstrip("."): value for key, value in taps.items()}
+        head = "tap." + prefix
+        taps = {
+            key.removeprefix(head): value for key, value in self.reference.items() if key.startswith(head)
+        }
         agree = torch.ones(self.batch, self.length, dtype=torch.bool)
         for kind in (kind for kind in _CHOICES if kind in taps):
             problems += self._choice(layer, kind, ours[prefix + kind], taps, agree)
@@ -152,8 +155,8 @@ class LayerRun:
             error = worst(logits, self.reference["out.logits"])
             cases.append(Case(f"{self.file.stem} head", error <= 2e-2, f"worst {error:.1e}"))
         if "out.main_hidden" in self.reference:
-            features = torch.cat([self._feature(layer) for layer in self.config.dspark_target_layer_ids], dim=-1)
-            error = worst(features, self.reference["out.main_hidden"])
+            features = [self._feature(layer) for layer in self.config.dspark_target_layer_ids]
+            error = worst(torch.cat(features, dim=-1), self.reference["out.main_hidden"])
             cases.append(Case(f"{self.file.stem} main_hidden", error <= 5e-2, f"worst {error:.1e}"))
         return cases
 
@@ -164,7 +167,7 @@ class LayerRun:
 
 
 def check_quantised_decode(file: ModelFile, key: str, expected: Tensor) -> Case:
-    """Our decoding against our own full forward: the reference's logits are out of reach of any other rounding."""
+    """Our decoding against our own full forward; the reference's logits depend on its own rounding."""
     match = re.search(r"prefill(\d+)\.logits$", key)
     if match is None:
         return Case(f"decode {key}", False, "the key names no prefill length")

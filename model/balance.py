@@ -15,7 +15,7 @@ BALANCE_SPEED = 0.001
 
 @torch.no_grad()
 def expert_load(routings: Sequence[Routing], experts: int, counted: Tensor | None = None) -> Tensor:
-    """[layers, experts] how many tokens chose each expert, float32; only those marked in `counted` [T] if given."""
+    """[layers, experts] how many tokens (those in `counted` [T], if given) chose each expert, float32."""
     ids = [routing.expert_ids if counted is None else routing.expert_ids[counted] for routing in routings]
     chosen = torch.stack([layer.flatten() for layer in ids])
     ones = torch.ones((), device=chosen.device).expand(chosen.shape)

@@ -13,8 +13,8 @@ from model.layers.rope import Rotation
 from model.rows import CacheTarget, Rows
 
 if TYPE_CHECKING:
-    from model.vision import ImageTokens
     from model.cache.policy_cache import PolicyCache
+    from model.vision import ImageTokens
 
 _SAME_BUCKET_FACTOR = 2
 _SAME_BUCKET_SLACK = 32

@@ -1,9 +1,10 @@
-"""DSpark: a small drafter that proposes the next tokens as one block, from features of the backbone's last layers.
+"""DSpark: a small drafter that proposes the next tokens as one block, from features of the backbone.
 
-Its blocks look like the policy's, but their window holds keys made from backbone features, and inside a draft every
-slot sees every other. A Markov head then makes each slot depend on the token drawn for the slot before it, and a
-confidence head says how likely a slot is to be accepted given that all earlier ones are. Parameter names are the
-published ones, in which the first block also owns the feature projection and the last one the heads.
+Its blocks look like the policy's, but their window holds keys made from backbone features, and inside a draft
+every slot sees every other. A Markov head then makes each slot depend on the token drawn for the slot before
+it, and a confidence head says how likely a slot is to be accepted given that all earlier ones are. Parameter
+names are the published ones, in which the first block also owns the feature projection and the last one the
+heads.
 """
 
 from __future__ import annotations
@@ -71,7 +72,13 @@ class DraftBlock(nn.Module):
             self.confidence_head.proj = Linear(d + config.dspark_markov_rank, 1, torch.float32)
 
     def forward(
-        self, streams: Tensor, weights: Tensor, window: Tensor, blocked: Tensor, rotation: Rotation, fake_quant: bool
+        self,
+        streams: Tensor,
+        weights: Tensor,
+        window: Tensor,
+        blocked: Tensor,
+        rotation: Rotation,
+        fake_quant: bool,
     ) -> tuple[Tensor, Tensor]:
         """One block.
 
@@ -128,7 +135,8 @@ class Drafter(nn.ModuleList):
     """The draft blocks of a policy."""
 
     def __init__(self, config: PolicyConfig, dtype: torch.dtype) -> None:
-        super().__init__(DraftBlock(config, number, dtype) for number in range(config.num_nextn_predict_layers))
+        numbers = range(config.num_nextn_predict_layers)
+        super().__init__(DraftBlock(config, number, dtype) for number in numbers)
         self.config = config
 
     @property
@@ -159,7 +167,7 @@ class Drafter(nn.ModuleList):
     def draft(
         self, policy: Policy, window: DraftWindow, anchor: Tensor, *, trace: Trace | None = None
     ) -> Draft:
-        """Propose greedily what follows `anchor` [B], the token the backbone drew after the observed positions."""
+        """Propose greedily what follows `anchor` [B], the token the backbone drew last."""
         config = self.config
         slots = config.dspark_block_size
         noise = anchor.new_full((anchor.shape[0], slots - 1), config.dspark_noise_token_id)

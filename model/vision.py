@@ -1,7 +1,7 @@
 """Images: from patches to rows of the embedding, and where in a sequence they go.
 
-An image span is `[start] + ([image] * columns + [newline]) * rows + [end]`; all its tokens have the image token id and
-are told apart by their type. Resizing and cutting an image into patches happen before.
+An image span is `[start] + ([image] * columns + [newline]) * rows + [end]`; all its tokens have the image
+token id and are told apart by their type. Resizing and cutting an image into patches happen before.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class VisionAttention(nn.Module):
         """[patches, d] to [patches, d]."""
         query, key, value = self.wqkv(x).unflatten(-1, (3, self.heads, -1)).unbind(1)
         query, key = _rotate_halves(query, angles), _rotate_halves(key, angles)
-        heads = [part.transpose(0, 1).unsqueeze(0) for part in (query, key, value)]
-        return self.wo(F.scaled_dot_product_attention(*heads)[0].transpose(0, 1).flatten(1))
+        query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
+        return self.wo(F.scaled_dot_product_attention(query, key, value)[0].transpose(0, 1).flatten(1))
 
 
 class VisionMLP(nn.Module):

@@ -22,7 +22,7 @@ from model.layers.attend import as_bias, attend
 from model.layers.compressor import Compressor
 from model.layers.indexer import CandidateRule, Choice, Indexer, IndexQueries, select
 from model.layers.indexer_loss import Supervision, Teacher, indexer_loss
-from model.layers.linear import Linear
+from model.layers.linear import Linear, widen
 from model.layers.norm import RMSNorm
 from model.layers.rope import Rotation, layer_frequencies, rotate
 from model.layers.selection import Selection
@@ -267,5 +267,5 @@ class Attention(nn.Module):
         output = rotate(output, per_head.inverse())
         grouped = output.flatten(1).unflatten(1, (self.groups, -1)).transpose(0, 1)
         weight = self.wo_a.weight.unflatten(0, (self.groups, -1)).transpose(1, 2)
-        narrow = torch.bmm(grouped.to(self.score_dtype), weight.to(self.score_dtype)).to(output.dtype)
+        narrow = torch.bmm(widen(grouped), widen(weight)).to(output.dtype)
         return self.wo_b(narrow.transpose(0, 1).flatten(1))
