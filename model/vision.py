@@ -6,6 +6,7 @@ token id and are told apart by their type. Resizing and cutting an image into pa
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -148,7 +149,7 @@ class Aligner(nn.Module):
         return self.w2(F.gelu(self.w1(tiles.flatten(2).flatten(0, 1))))
 
 
-def place_images(embedded: Tensor, images: ImageTokens, marks: dict[TokenType, Tensor]) -> Tensor:
+def place_images(embedded: Tensor, images: ImageTokens, marks: Mapping[TokenType, Tensor]) -> Tensor:
     """[T, d] with the rows of image spans replaced; `marks` are the learned rows of the other types."""
     embedded = embedded.clone()
     for kind, row in marks.items():
