@@ -19,17 +19,17 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Coroutine, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sandbox.admission import NodeLimits, admit
-from sandbox.backends.base import Backend
+from sandbox.backends.base import Backend, Started
 from sandbox.backends.registry import backends, choose
 from sandbox.box import Box
 from sandbox.channel import ByteReader
-from sandbox.errors import InfrastructureError, LostError, SandboxError, StartTimeoutError
+from sandbox.errors import InfrastructureError, LostError, RefusedError, SandboxError, StartTimeoutError
 from sandbox.session import Session
 from sandbox.types import SandboxSpec
 
@@ -96,6 +96,8 @@ class Node:
             server.close()
             (self._state_dir / SOCKET).unlink(missing_ok=True)
             (self._state_dir / RECORD).unlink(missing_ok=True)
+            while self._starting:  # noqa: ASYNC110 (no new ones come: the node is draining)
+                await asyncio.sleep(0.01)
             for name in [*self._boxes]:
                 self._close(self._boxes[name])
             await asyncio.gather(*self.closing, return_exceptions=True)
@@ -159,6 +161,8 @@ class Node:
             StartTimeoutError: It did not come up in time.
             InfrastructureError: It did not come up.
         """
+        if self._stop.is_set():
+            raise RefusedError("the node is about to end", "draining")
         admit(self._limits, spec, [box.spec for box in self._boxes.values()], self._starting.values())
         box_id = f"{self._boot}-{secrets.token_hex(6)}"
         self._starting[box_id] = spec
@@ -178,7 +182,7 @@ class Node:
         try:
             started = await asyncio.shield(starting)
         except asyncio.CancelledError:
-            await (await starting).kill()
+            self._later(self._undo(starting))
             raise
         box = self._boxes[box_id] = Box(box_id, owner, spec, started)
         try:
@@ -196,6 +200,10 @@ class Node:
             self._close(box)
             raise
         return box
+
+    async def _undo(self, starting: asyncio.Task[Started]) -> None:
+        with contextlib.suppress(SandboxError):
+            await (await starting).kill()
 
     def box(self, box_id: str, owner: str) -> Box:
         """Returns a sandbox of an owner.
@@ -216,7 +224,10 @@ class Node:
 
     def _close(self, box: Box) -> asyncio.Task[None]:
         self._boxes.pop(box.id, None)
-        task = asyncio.create_task(box.close())
+        return self._later(box.close())
+
+    def _later(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
         self.closing.add(task)
         task.add_done_callback(self.closing.discard)
         return task

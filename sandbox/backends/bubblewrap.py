@@ -16,7 +16,7 @@ from pathlib import Path
 
 from sandbox.backends.base import AGENT, COMMAND_UID, Started, agent_command
 from sandbox.backends.cgroups import Cgroup, controllers, leave, sweep
-from sandbox.errors import PolicyError
+from sandbox.errors import InfrastructureError, PolicyError
 from sandbox.types import Capabilities, Limits, SandboxSpec
 
 _SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin")
@@ -65,20 +65,18 @@ class Bubblewrap:
 
         Raises:
             PolicyError: An image was asked for.
+            InfrastructureError: bwrap could not be started.
         """
         if spec.image:
             raise PolicyError(
                 f"the bubblewrap backend has no images (asked for {spec.image!r}); use sandbox.backend=docker"
             )
         cgroup = Cgroup.create(box_id, spec.limits)
-        process = await asyncio.create_subprocess_exec(
-            *cgroup.wrap(_arguments(spec.limits)),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-            limit=1 << 22,
-        )
+        try:
+            process = await self._spawn(cgroup, spec.limits)
+        except OSError as error:
+            await cgroup.remove()
+            raise InfrastructureError(f"bwrap could not be started: {error}") from error
         assert process.stdin is not None and process.stdout is not None
 
         async def kill() -> None:
@@ -89,6 +87,16 @@ class Bubblewrap:
             await cgroup.remove()
 
         return Started(process.stdout, process.stdin, kill, cgroup.oom_kills)
+
+    async def _spawn(self, cgroup: Cgroup, limits: Limits) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *cgroup.wrap(_arguments(limits)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+            limit=1 << 22,
+        )
 
     async def reclaim(self, state_dir: Path) -> list[str]:
         """Sandboxes die with their node (`--die-with-parent`); only control groups can be left."""
