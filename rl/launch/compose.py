@@ -118,7 +118,7 @@ def _with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
     for name, info in RunConfig.model_fields.items():
         if info.default_factory is not None:
             default = info.get_default(call_default_factory=True, validated_data={})
-            plain = TypeAdapter(info.annotation).dump_python(default)
+            plain = TypeAdapter(type(default)).dump_python(default)
             filled[name] = _merged(plain, tree.get(name, {}))
     return filled
 

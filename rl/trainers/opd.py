@@ -71,6 +71,8 @@ class OPDTrainer(Trainer):
             config.optimizer,
             total_steps=config.steps,
             token_budget=config.token_budget,
+            fake_quant=config.fake_quant,
+            temperature=config.temperature,
             balance_coef=config.balance_coef,
             indexer_coef=config.indexer_coef,
         )
@@ -90,7 +92,7 @@ class OPDTrainer(Trainer):
         trained = sum(item.sample.trained_tokens for item in taught)
         if not trained:
             raise ValueError("no sample of this step has a token to learn from; give it sampled trajectories")
-        self.policy.fake_quant = self.config.fake_quant
+        self.policy.fake_quant = self.fake_quant
         sums: Counter[str] = Counter()
         load = torch.zeros((), device=self.policy.device)
         for name, items, micro in self._by_teacher(taught):
@@ -128,9 +130,9 @@ class OPDTrainer(Trainer):
         own, head = self.policy.head.weight, self.teachers.head(name).to(hidden.device)
         assert isinstance(own, Tensor)
         if self.config.objective == "exact":
-            kl = linear_reverse_kl(hidden, own, theirs, head, temperature=self.config.temperature)
+            kl = linear_reverse_kl(hidden, own, theirs, head, temperature=self.temperature)
             return kl.sum(), kl.detach()
-        temperature = self.config.temperature
+        temperature = self.temperature
         logprobs, _, _ = linear_logprobs(hidden, own, labels, temperature=temperature)
         taught, _, _ = linear_logprobs(theirs, head, labels, temperature=temperature)
         everywhere = torch.ones_like(labels, dtype=torch.bool)

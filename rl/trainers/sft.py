@@ -60,6 +60,7 @@ class SFTTrainer(Trainer):
             config.optimizer,
             total_steps=config.steps,
             token_budget=config.token_budget,
+            fake_quant=config.fake_quant,
             balance_coef=config.balance_coef,
             indexer_coef=config.indexer_coef,
             indexer_over=config.indexer_over,
@@ -76,7 +77,7 @@ class SFTTrainer(Trainer):
         trained, total = sum(s.trained_tokens for s in samples), sum(len(s) for s in samples)
         if not trained:
             raise ValueError("no sample of this step has a token to learn from; give it demonstrations")
-        self.policy.fake_quant = self.config.fake_quant
+        self.policy.fake_quant = self.fake_quant
         device = self.policy.device
         loss_sum, correct = torch.zeros((), device=device), torch.zeros((), device=device)
         load, indexer = torch.zeros((), device=device), torch.zeros((), device=device)
@@ -102,7 +103,7 @@ class SFTTrainer(Trainer):
     @torch.no_grad()
     def evaluate(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Loss and accuracy over `samples` without learning, as `sft/eval.loss` and `sft/eval.accuracy`."""
-        self.policy.fake_quant = self.config.fake_quant
+        self.policy.fake_quant = self.fake_quant
         loss, correct, trained = 0.0, 0, sum(s.trained_tokens for s in samples)
         for batch in micro_batches(samples, self.token_budget, self.policy.device):
             outputs = token_outputs(self.policy, batch)

@@ -19,9 +19,10 @@ def test_the_experiment_sets_what_it_says_and_overrides_win():
 
 
 def test_every_preset_of_every_group_is_valid():
-    for group, names in config_groups().items():
-        for name in names[1:] or names:
-            load_config(["experiment=calc", f"{group}={name}"])
+    groups = config_groups()
+    for place in range(max(map(len, groups.values()))):
+        chosen = [f"{group}={names[place % len(names)]}" for group, names in groups.items()]
+        load_config(chosen)
 
 
 @pytest.mark.parametrize("prefix", ["", "+", "++"])
