@@ -19,10 +19,9 @@ from envs.types import FinishReason, Message, Trajectory
 from rl.engines.base import Completion
 from rl.rollout import codec
 from rl.rollout.assignment import Assignment
-from rl.rollout.frames import ROW, Damage, Kind, Record, scan, slots_of, step_columns
+from rl.rollout.frames import ITEM, ROW, Damage, Kind, Record, Scan, scan, slots_of, step_columns
 from rl.rollout.segments import Segment
 
-_ITEM = np.dtype((np.void, ROW.itemsize))
 FINISHES = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
 
 
@@ -138,19 +137,18 @@ class _Reader:
     row_count: int = 0
     top: int = -1
 
-    def read(self, data: bytes, records: list[Record]) -> None:
-        rows, versions = step_columns(data, records)
+    def read(self, data: bytes, found: Scan) -> None:
+        rows, versions, counts = step_columns(data, found)
         self.rows.append(rows)
         self.versions.append(versions)
-        step = int(Kind.STEP)
-        for item in records:
-            if item[0] == step:
-                self.row_count += (item[2] - item[1] - 4) // ROW.itemsize
-            else:
-                self._read_other(data, item)
+        before = self.row_count + np.concatenate([[0], np.cumsum(counts)])
+        for item in found.others:
+            self.row_count = int(before[item.steps_before])
+            self._read_other(data, item)
+        self.row_count = int(before[-1])
 
     def _read_other(self, data: bytes, item: Record) -> None:
-        kind, start, end = item
+        kind, start, end = item.kind, item.start, item.end
         slots = list(slots_of(data, item))
         self.top = max([self.top, *slots])
         if kind == Kind.CONSUMED:
@@ -200,11 +198,11 @@ def rebuild(segments: list[Segment], damage: Damage) -> Recovery:
     for segment in segments:
         data = segment.path.read_bytes()
         torn = damage.torn_bytes
-        records, good = scan(data, damage)
-        reader.read(data, records)
+        found = scan(data, damage)
+        reader.read(data, found)
         if damage.torn_bytes > torn:
             with segment.path.open("r+b") as file:
-                file.truncate(good)
+                file.truncate(found.end)
     return _recover(reader, damage)
 
 
@@ -271,8 +269,7 @@ class _Columns:
 
     @classmethod
     def of(cls, reader: _Reader, over: set[int]) -> _Columns:
-        # As opaque items rows are copied several times faster than as records.
-        rows = np.concatenate([np.zeros(0, _ITEM), *(part.view(_ITEM) for part in reader.rows)])
+        rows = np.concatenate([np.zeros(0, ITEM), *reader.rows])
         versions = np.concatenate([np.zeros(0, np.int32), *reader.versions])
         slots = rows.view(ROW)["slot"].copy()
         top = int(slots.max()) if len(rows) else -1
