@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from model.balance import BALANCE_SPEED, balance_loss, expert_load, move_bias
 from model.batch import Batch, PackedTokens, Trace
-from model.cache.policy_cache import PolicyCache
+from model.cache.policy_cache import PolicyCache, Storage
 from model.config import PolicyConfig
 from model.initialization import initialize
 from model.layers.attention import Globals, RunOptions
@@ -69,7 +69,9 @@ class Policy(nn.Module):
         self.head.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype))
         self.engram_hash = EngramHash(config) if config.engram_layer_ids else None
         token_map = config.engram_token_map
-        self.register_buffer("token_map", None if token_map is None else torch.tensor(token_map), persistent=False)
+        self.register_buffer(
+            "token_map", None if token_map is None else torch.tensor(token_map), persistent=False
+        )
         self.token_map: Tensor | None
         if not self.embed.weight.is_meta:
             self.reset_parameters(0)
@@ -125,15 +127,32 @@ class Policy(nn.Module):
             return F.linear(hidden.float(), weight.float())
         return F.linear(hidden, weight)
 
-    def new_cache(self, max_sequences: int, max_tokens: int) -> PolicyCache:
-        """An empty cache for `max_sequences` sequences of up to `max_tokens` tokens each."""
-        cache = PolicyCache(self.config, max_sequences, max_tokens, self.norm.weight.dtype, self.device)
+    def new_cache(
+        self, max_sequences: int, max_tokens: int, *, storage: Storage = "dense", pages: int | None = None
+    ) -> PolicyCache:
+        """An empty cache for `max_sequences` sequences of up to `max_tokens` tokens each.
+
+        Args:
+            max_sequences: slots.
+            max_tokens: longest sequence.
+            storage: "dense" (floats, fastest on a CPU) or "packed" (paged records; needs `fake_quant`). Both give the
+                same results.
+            pages: packed only: pages of compressed keys; None: as many as full slots can need.
+        """
+        dtype = self.norm.weight.dtype
+        cache = PolicyCache(self.config, max_sequences, max_tokens, dtype, self.device, storage, pages)
         if self.config.engram_layer_ids:
             cache.blank_tail = int(self._pad_id())
         return cache
 
     def extend(
-        self, cache: PolicyCache, slots: Tensor, token_ids: Tensor, lengths: Tensor, *, trace: Trace | None = None
+        self,
+        cache: PolicyCache,
+        slots: Tensor,
+        token_ids: Tensor,
+        lengths: Tensor,
+        *,
+        trace: Trace | None = None,
     ) -> Tensor:
         """Append tokens to cached sequences: a prefill, a tool's answer or one decoded token each.
 
@@ -148,13 +167,20 @@ class Policy(nn.Module):
             [B, d], the head's input for the last new token of each sequence.
 
         Raises:
-            CacheFull: a sequence would outgrow its slot; nothing has been written.
-            ValueError: a slot is not allocated or appears twice, or a length is out of range.
+            CacheFull: a sequence would outgrow its slot, or pages run out; nothing has been written.
+            ValueError: a slot is not allocated or appears twice, a length is out of range, or the cache is packed
+                and `fake_quant` is off.
         """
         slot_list, length_list = slots.tolist(), lengths.tolist()
         if not length_list or min(length_list) < 1 or max(length_list) > token_ids.shape[1]:
-            raise ValueError(f"lengths must be 1 .. {token_ids.shape[1]} (the columns of token_ids), got {length_list}")
-        cache.check_room(slot_list, length_list)
+            raise ValueError(
+                f"lengths must be 1 .. {token_ids.shape[1]} (the columns of token_ids), got {length_list}"
+            )
+        if cache.storage == "packed" and not self.fake_quant:
+            raise ValueError(
+                "a packed cache holds rounded keys: set policy.fake_quant, or make a dense cache"
+            )
+        cache.make_room(slot_list, length_list)
         batch = Batch.of_cached(cache, slots, length_list, self.config.sliding_window, trace)
         row = batch.rows[0]
         packed = row.unpad(token_ids[:, : row.length])
@@ -165,7 +191,9 @@ class Policy(nn.Module):
         last = row.last
         return self.norm(collapse(weights[last], streams[last]))
 
-    def update_balance(self, load: Tensor, image_load: Tensor | None = None, speed: float = BALANCE_SPEED) -> None:
+    def update_balance(
+        self, load: Tensor, image_load: Tensor | None = None, speed: float = BALANCE_SPEED
+    ) -> None:
         """Raise the router bias of experts below the mean load and lower it above; [layers, experts] each."""
         for block, row in zip(self.blocks, load, strict=True):
             move_bias(block.ffn.gate.bias, row, speed)
@@ -174,7 +202,12 @@ class Policy(nn.Module):
                 move_bias(block.ffn.gate.bias_vl, row, speed)
 
     def _run(
-        self, token_ids: Tensor, batch: Batch, rows: Tensor | None, cache: PolicyCache | None, options: RunOptions
+        self,
+        token_ids: Tensor,
+        batch: Batch,
+        rows: Tensor | None,
+        cache: PolicyCache | None,
+        options: RunOptions,
     ) -> tuple[Tensor, Tensor, list[Routing]]:
         n = self.config.hc_mult
         embedded = F.embedding(token_ids, self.embed.weight)  # pyright: ignore[reportArgumentType]
@@ -213,7 +246,9 @@ class Policy(nn.Module):
         history = torch.where(distances <= batch.position[:, None], ids[index.clamp_min(0)], pad)
         return self._hashed(history, pad, batch)
 
-    def _cached_engram(self, token_ids: Tensor, batch: Batch, cache: PolicyCache, slots: Tensor) -> Tensor | None:
+    def _cached_engram(
+        self, token_ids: Tensor, batch: Batch, cache: PolicyCache, slots: Tensor
+    ) -> Tensor | None:
         """Table rows of new tokens; the look-back reaches into the cached sequences."""
         if self.engram_hash is None:
             return None

@@ -114,7 +114,9 @@ class Attention(nn.Module):
             cache.windows.append(self.layer, batch.rows[0], window)
         return self._project(rotate(batch.merge(outputs), per_head.inverse())), handed_on
 
-    def _ask(self, x: Tensor, query_latent: Tensor, per_head: Rotation, options: RunOptions) -> IndexQueries | None:
+    def _ask(
+        self, x: Tensor, query_latent: Tensor, per_head: Rotation, options: RunOptions
+    ) -> IndexQueries | None:
         """Packed index queries; only the indexer's own loss sends a gradient here, and it stops at the inputs."""
         if self.mode not in (AttentionMode.FULL, AttentionMode.REINDEX):
             return None
@@ -122,16 +124,20 @@ class Attention(nn.Module):
             return self.indexer.queries(x.detach(), query_latent.detach(), per_head, options.fake_quant)
 
     def _add_keys(
-        self, projected: Tensor, rows: Rows, cache: PolicyCache | None, options: RunOptions, trace: Trace | None
+        self,
+        projected: Tensor,
+        rows: Rows,
+        cache: PolicyCache | None,
+        options: RunOptions,
+        trace: Trace | None,
     ) -> Globals:
         """Main keys and index keys of a Full layer, from what its compressor projected."""
         plan = rows.groups(self.ratio)
         pending = None if cache is None else cache.pending.get(self.layer)
         latent = self.compressor.pool(projected, rows, plan, pending, self.wkv.weight.dtype)
         rotation = rows.group_rotation(self.ratio, self.frequencies)
-        main = rotate(latent, rotation)
-        if options.fake_quant:
-            main = straight_through(main, round_main)
+        exact = rotate(latent, rotation)
+        main = straight_through(exact, round_main) if options.fake_quant else exact
         with torch.set_grad_enabled(options.supervision is not None and torch.is_grad_enabled()):
             index_keys = self.indexer.keys(latent.detach(), rotation, options.fake_quant)
         if trace is not None:
@@ -140,11 +146,12 @@ class Attention(nn.Module):
                 trace.record(f"layers.{self.layer}.{name}", value)
         if cache is None or rows.target is None:
             return Globals(TensorKeys(main), TensorKeys(index_keys))
-        cache.main[self.layer].append(plan, main)
-        cache.index_keys[self.layer].append(plan, index_keys)
+        cache.main[self.layer].append(plan, exact, main)
+        cache.index_keys[self.layer].append(plan, index_keys, index_keys)
         slots = rows.target.slots
         return Globals(
-            cache.main[self.layer].gather(slots, plan.width), cache.index_keys[self.layer].gather(slots, plan.width)
+            cache.main[self.layer].gather(slots, plan.width),
+            cache.index_keys[self.layer].gather(slots, plan.width),
         )
 
     def _choose(self, asked: IndexQueries, rows: Rows, known: Globals, trace: Trace | None) -> Globals:
@@ -173,7 +180,13 @@ class Attention(nn.Module):
             trace.record(name + "candidate_mask", self.rule.expand(blocks, choice.selection.width))
 
     def _supervise(
-        self, supervision: Supervision, asked: IndexQueries, query: Tensor, window: Tensor, rows: Rows, known: Globals
+        self,
+        supervision: Supervision,
+        asked: IndexQueries,
+        query: Tensor,
+        window: Tensor,
+        rows: Rows,
+        known: Globals,
     ) -> None:
         """Add this layer's indexer loss."""
         assert known.main is not None and known.index_keys is not None and known.selection is not None
@@ -190,7 +203,9 @@ class Attention(nn.Module):
         total, count = indexer_loss(asked, known.index_keys.dense(), teacher, supervised, rows.real)
         supervision.add(self.layer, total, count)
 
-    def _attend(self, rows: Rows, query: Tensor, window: Tensor, known: Globals, options: RunOptions) -> Tensor:
+    def _attend(
+        self, rows: Rows, query: Tensor, window: Tensor, known: Globals, options: RunOptions
+    ) -> Tensor:
         """Attention of [B, L, H, c] over the window and the selection."""
         selection = known.selection if self.ratio else None
         width = 0 if selection is None else selection.width
