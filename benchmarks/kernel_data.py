@@ -22,7 +22,9 @@ class Attention:
     grad: Tensor
 
 
-def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0, device: str = "cuda") -> Tensor:
+def normal(
+    *shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0, device: str = "cuda"
+) -> Tensor:
     """Normal random numbers, made in place so that large tensors need no second copy."""
     out = torch.empty(shape, device=device, dtype=dtype)
     for part in out.view(-1).split(1 << 27):
@@ -45,7 +47,13 @@ def selection(queries: int, entries: int, kind: str, topk: int = TOPK, device: s
 
 
 def attention(
-    queries: int, entries: int, kind: str = "random", *, heads: int = HEADS, width: int = WIDTH, topk: int = TOPK
+    queries: int,
+    entries: int,
+    kind: str = "random",
+    *,
+    heads: int = HEADS,
+    width: int = WIDTH,
+    topk: int = TOPK,
 ) -> Attention:
     """A packed batch of two sequences; the first rows select fewer entries than K."""
     indices = selection(queries, entries, kind, topk)

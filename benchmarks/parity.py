@@ -2,9 +2,9 @@
 
     python -m benchmarks.parity DIR [--only text]
 
-Every file of a reference folder is discovered and checked; what has no check counts as failed. `--only text` keeps to
-the text path of unquantised models and the small vectors. One line a case; the last line is `parity P/N`, and the
-exit status is 1 when P < N.
+Every file of a reference folder is discovered and checked; what has no check counts as failed. `--only text`
+keeps to the text path of unquantised models and the small vectors. One line a case; the last line is `parity
+P/N`, and the exit status is 1 when P < N.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ class Folder:
 
 def main() -> int:
     """Check a folder and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", choices=["text"], help="restrict to a part of the checks")
     arguments = parser.parse_args()

@@ -55,7 +55,7 @@ class ModelFile:
 
 
 def worst(ours: Tensor, theirs: Tensor, agree: Tensor | None = None) -> float:
-    """Largest absolute difference, over the rows [B, S] marked by `agree`; infinite where only one is finite."""
+    """Largest absolute difference over the rows [B, S] in `agree`; infinite where only one is finite."""
     ours, theirs = ours.detach().reshape(theirs.shape).float(), theirs.float()
     difference = torch.where(ours == theirs, 0.0, (ours - theirs).abs()).nan_to_num(nan=torch.inf)
     if agree is not None:

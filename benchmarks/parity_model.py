@@ -39,7 +39,9 @@ class CleanRun:
     def cases(self) -> list[Case]:
         """All checks; the order matters, since choices decide which rows the values are compared over."""
         name = self.file.stem
-        layers = sorted({int(match[1]) for key in self.reference if (match := re.match(r"tap\.layers\.(\d+)\.", key))})
+        layers = sorted(
+            {int(match[1]) for key in self.reference if (match := re.match(r"tap\.layers\.(\d+)\.", key))}
+        )
         cases = [self._engram_ids(name)] if "tap.engram_hash_ids" in self.reference else []
         cases += [self._layer(name, layer) for layer in layers]
         cases += self._outputs(name)
@@ -59,7 +61,9 @@ class CleanRun:
             if key in self.reference:
                 error = torch.inf if ours is None else worst(ours, self.reference[key], self.agree)
                 share = float(self.agree.float().mean())
-                cases.append(Case(f"{name} {key[4:]}", error <= limit, f"worst {error:.1e}, rows compared {share:.3f}"))
+                cases.append(
+                    Case(f"{name} {key[4:]}", error <= limit, f"worst {error:.1e}, rows compared {share:.3f}")
+                )
         return cases
 
     def _unknown(self, name: str) -> list[Case]:

@@ -48,7 +48,9 @@ def check_formats(data: dict[str, Any]) -> list[Case]:
             continue
         wrong = [entry["name"] for entry in entries if not _block_equal(name, entry)]
         detail = f"{len(entries) - len(wrong)} of {len(entries)} blocks exact"
-        cases.append(Case(f"formats {name}", not wrong, detail + (f"; first wrong: {wrong[0]}" if wrong else "")))
+        cases.append(
+            Case(f"formats {name}", not wrong, detail + (f"; first wrong: {wrong[0]}" if wrong else ""))
+        )
     return cases
 
 
@@ -59,7 +61,9 @@ def _block_equal(name: str, entry: dict[str, Any]) -> bool:
     values = grid(x / scale)
     codes = encode(values)
     equal = byte_of(scale) == entry["scale_byte"] and codes.tolist() == entry["codes"]
-    equal = equal and torch.equal((values * scale).view(torch.int32), hex_tensor(entry["y"]).view(torch.int32))
+    equal = equal and torch.equal(
+        (values * scale).view(torch.int32), hex_tensor(entry["y"]).view(torch.int32)
+    )
     if "packed" in entry:
         packed = torch.tensor(entry["packed"], dtype=torch.uint8)
         equal = equal and torch.equal(e2m1.pack(codes), packed) and torch.equal(e2m1.unpack(packed), codes)
@@ -79,7 +83,9 @@ def check_mhc(data: dict[str, Any]) -> list[Case]:
             worst(post[0], hex_tensor(entry["post"])),
             worst(carry[..., 0], hex_tensor(entry["comb_in_out"])),
         )
-        cases.append(Case(f"mhc coefficients {number} ({entry['name']})", error <= 1e-6, f"worst {error:.1e}"))
+        cases.append(
+            Case(f"mhc coefficients {number} ({entry['name']})", error <= 1e-6, f"worst {error:.1e}")
+        )
     cases += [_site_update(site, number, entry) for number, entry in enumerate(data["site_update"])]
     return cases
 
@@ -88,7 +94,10 @@ def _site_update(site: HyperConnection, number: int, entry: dict[str, Any]) -> C
     dtype = getattr(torch, entry["dtype"])
     site.fn.data = hex_tensor(entry["fn"])
     site.base.data, site.scale.data = hex_tensor(entry["base"]), hex_tensor(entry["scale"])
-    streams, update = hex_tensor(entry["X"]).unsqueeze(0).to(dtype), hex_tensor(entry["y"]).unsqueeze(0).to(dtype)
+    streams, update = (
+        hex_tensor(entry["X"]).unsqueeze(0).to(dtype),
+        hex_tensor(entry["y"]).unsqueeze(0).to(dtype),
+    )
     pre, post, carry = site(streams)
     results = {
         "A": pre[0],
@@ -101,7 +110,11 @@ def _site_update(site: HyperConnection, number: int, entry: dict[str, Any]) -> C
     for name, value in results.items():
         expected = hex_tensor(entry[name])
         # One step of bfloat16 is 2^-7 of the value's binade.
-        step = torch.exp2(expected.abs().clamp_min(1e-30).log2().floor() - 7) if value.dtype == torch.bfloat16 else 1e-6
+        step = (
+            torch.exp2(expected.abs().clamp_min(1e-30).log2().floor() - 7)
+            if value.dtype == torch.bfloat16
+            else 1e-6
+        )
         error = (value.float() - expected).abs()
         passed, largest = passed and bool((error <= step).all()), max(largest, float(error.max()))
     return Case(f"mhc site update {number} ({entry['dtype']})", passed, f"worst {largest:.1e}")
@@ -128,7 +141,9 @@ def check_rope(data: dict[str, Any]) -> list[Case]:
 
 def _rotation(name: str, table: dict[str, Any], frequencies: Tensor) -> Case:
     turn = Rotation.at(torch.tensor(table["positions"]), frequencies)
-    unit = max(worst(turn.forward.real, hex_tensor(table["cos"])), worst(turn.forward.imag, hex_tensor(table["sin"])))
+    unit = max(
+        worst(turn.forward.real, hex_tensor(table["cos"])), worst(turn.forward.imag, hex_tensor(table["sin"]))
+    )
     x, expected = hex_tensor(table["rotate_in"]), hex_tensor(table["rotate_out"])
     turned = rotate(x, turn)
     there, back = worst(turned, expected), worst(rotate(turned, turn.inverse()), x)
@@ -166,5 +181,7 @@ def _engram_rows(hashing: EngramHash, case: dict[str, Any], layer_ids: list[int]
     pad = torch.tensor(case["pad_compressed_id"])
     padded = torch.cat([pad.repeat(reach - 1), ids])
     rows = hashing(look_back(padded.unfold(0, reach, 1).flip(-1), pad))
-    equal = all(rows[:, number].tolist() == case["rows"][str(layer)] for number, layer in enumerate(layer_ids))
+    equal = all(
+        rows[:, number].tolist() == case["rows"][str(layer)] for number, layer in enumerate(layer_ids)
+    )
     return Case(f"engram rows ({case['name']})", equal, f"{len(ids)} positions")

@@ -2,9 +2,9 @@
 
     python -m benchmarks.policy_speed [--preset nano] [--threads 2] [--rounds 8]
 
-Training is forward and backward over 64 documents of 28 tokens; decoding appends one token to each of 32 or 128
-cached sequences and computes its logits. Figures are the best of several rounds, since other programs only ever slow
-a round down. The last line holds the figures; the exit status is 1 when one misses its floor.
+Training is forward and backward over 64 documents of 28 tokens; decoding appends one token to each of 32 or
+128 cached sequences and computes its logits. Figures are the best of several rounds, since other programs
+only ever slow a round down. The last line holds the figures; the exit status is 1 when one misses its floor.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def train_rate(policy: Policy, rounds: int) -> float:
 
 
 def decode_rate(policy: Policy, batch: int, rounds: int) -> float:
-    """Decoded tokens a second at `batch` sequences, each round from the third token to the sequences' ends."""
+    """Decoded tokens a second at `batch` sequences, each round from the first token to the last."""
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(0, policy.config.vocab_size, (batch, 1), generator=generator)
     lengths = torch.ones(batch, dtype=torch.int64)
@@ -73,7 +73,9 @@ def decode_rate(policy: Policy, batch: int, rounds: int) -> float:
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--preset", default="nano")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=8)

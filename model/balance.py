@@ -24,13 +24,15 @@ def expert_load(routings: Sequence[Routing], experts: int) -> Tensor:
 
 @torch.no_grad()
 def move_bias(bias: Tensor, load: Tensor, speed: float) -> None:
-    """bias += speed * sign(mean load - load), in place."""
+    """Add speed * sign(mean load - load) to `bias`, in place."""
     bias.add_(torch.sign(load.mean() - load), alpha=speed)
 
 
 def balance_loss(routings: Sequence[Routing], cu_seqlens: Tensor) -> Tensor:
-    """Sequence-level balance loss (DeepSeek-V3, eq. 17-20): sum_e f_e P_e, where in each document f_e is the share of
-    choices that went to expert e times the number of experts, and P_e the mean normalised affinity.
+    """Sequence-level balance loss: sum_e f_e P_e (DeepSeek-V3, eq. 17-20).
+
+    In each document f_e is the share of choices that went to expert e, times the number of experts, and P_e
+    the mean normalised affinity.
 
     Mean over documents, summed over layers; 1 a layer when balanced.
     """
@@ -42,7 +44,9 @@ def balance_loss(routings: Sequence[Routing], cu_seqlens: Tensor) -> Tensor:
     documents = torch.repeat_interleave(lengths)
     shape = (lengths.shape[0], *affinity.shape[1:])
     divisor = lengths.to(affinity.dtype)[:, None, None]
-    frequency = torch.zeros(shape, dtype=affinity.dtype, device=affinity.device).index_add_(0, documents, picks)
+    frequency = torch.zeros(shape, dtype=affinity.dtype, device=affinity.device).index_add_(
+        0, documents, picks
+    )
     frequency = frequency / divisor * (affinity.shape[-1] / chosen.shape[-1])
     mean_share = torch.zeros_like(frequency).index_add(0, documents, share) / divisor
     return (frequency * mean_share).sum(-1).mean(0).sum()

@@ -1,8 +1,9 @@
-"""One call's tokens: packed for the token-wise layers, as rows for attention, with what both need precomputed."""
+"""One call's tokens: packed for the token-wise layers, as rows for attention, with what both need."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -54,7 +55,7 @@ class Batch:
             self.trace.record(name, value)
 
     def merge(self, parts: list[Tensor]) -> Tensor:
-        """Concatenate what each of `rows` computed for its packed tokens, in the order of the packed tokens."""
+        """Put together what each of `rows` computed for its tokens, in the order of the packed tokens."""
         if len(parts) == 1 and self._order is None:
             return parts[0]
         joined = torch.cat(parts)
@@ -73,16 +74,23 @@ class Batch:
         """Documents for training. Raises ValueError when `cu_seqlens` does not cover the tokens."""
         bounds = tokens.cu_seqlens.tolist()
         total = tokens.token_ids.shape[0]
-        lengths = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+        lengths = [stop - start for start, stop in pairwise(bounds)]
         if not lengths or bounds[0] != 0 or bounds[-1] != total or min(lengths) < 1:
             raise ValueError(
-                f"cu_seqlens must rise from 0 to {total} (the number of tokens) without an empty document; it goes "
-                f"from {bounds[0]} to {bounds[-1]} in {len(lengths)} steps: pack the documents anew"
+                f"cu_seqlens must rise from 0 to {total} (the number of tokens) with no empty document; it "
+                f"goes from {bounds[0]} to {bounds[-1]} in {len(lengths)} steps: pack the documents anew"
             )
         buckets = _buckets(lengths)
         device = tokens.token_ids.device
         rows = [
-            Rows([0] * len(bucket), [lengths[i] for i in bucket], [bounds[i] for i in bucket], total, window, device)
+            Rows(
+                [0] * len(bucket),
+                [lengths[i] for i in bucket],
+                [bounds[i] for i in bucket],
+                total,
+                window,
+                device,
+            )
             for bucket in buckets
         ]
         order = None
@@ -92,7 +100,9 @@ class Batch:
         return Batch(rows, order, trace)
 
     @staticmethod
-    def of_cached(cache: PolicyCache, slots: Tensor, lengths: list[int], window: int, trace: Trace | None) -> Batch:
+    def of_cached(
+        cache: PolicyCache, slots: Tensor, lengths: list[int], window: int, trace: Trace | None
+    ) -> Batch:
         """New tokens of cached sequences, packed row after row."""
         starts = [cache.length(slot) for slot in slots.tolist()]
         offsets = [0]

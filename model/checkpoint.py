@@ -75,8 +75,8 @@ def load_policy(folder: Path | str) -> Policy:
     unexpected = sorted(reader.names - used - set(_UNUSED))
     if unexpected:
         raise UnexpectedTensor(
-            f"{folder} holds {len(unexpected)} tensors its configuration has no place for, first {unexpected[0]!r}: "
-            f"{CONFIG} belongs to another model"
+            f"{folder} holds {len(unexpected)} tensors its configuration has no place for, first "
+            f"{unexpected[0]!r}: {CONFIG} belongs to another model"
         )
     return policy
 
@@ -116,7 +116,9 @@ def _read(piece: Piece, reader: ShardReader, config: PolicyConfig) -> tuple[set[
     kind = storage(piece.published, config)
     if kind is not Storage.PLAIN:
         if value.dtype not in _STORED_TYPES[kind]:
-            raise WrongShape(f"tensor {piece.published!r} is {value.dtype}, the configuration asks for {kind}")
+            raise WrongShape(
+                f"tensor {piece.published!r} is {value.dtype}, the configuration asks for {kind}"
+            )
         scale = scale_name(piece.published)
         value = _DECODERS[kind](value, reader.read(scale), config)
         names.add(scale)

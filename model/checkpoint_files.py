@@ -76,7 +76,9 @@ class ShardReader:
     def read(self, name: str) -> Tensor:
         """One tensor. Raises MissingTensor."""
         if name not in self._where:
-            raise MissingTensor(f"the checkpoint has no tensor {name!r}: its configuration does not belong to it")
+            raise MissingTensor(
+                f"the checkpoint has no tensor {name!r}: its configuration does not belong to it"
+            )
         return self._files[self._where[name]].get_tensor(name)
 
 
@@ -121,4 +123,6 @@ class ShardWriter:
 def check_fit(name: str, tensor: Tensor, shape: torch.Size) -> None:
     """Raise WrongShape unless `tensor` has `shape`."""
     if tensor.shape != shape:
-        raise WrongShape(f"tensor {name!r} has shape {list(tensor.shape)}, the configuration asks for {list(shape)}")
+        raise WrongShape(
+            f"tensor {name!r} has shape {list(tensor.shape)}, the configuration asks for {list(shape)}"
+        )

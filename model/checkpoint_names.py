@@ -1,7 +1,7 @@
 """Between a policy's own tensors and the published ones: where each expert's rows lie in the stacks.
 
-The policy stacks experts and keeps hyper-connection parameters in a module; the published layout has one tensor an
-expert and matrix, and flat names.
+The policy stacks experts and keeps hyper-connection parameters in a module; the published layout has one
+tensor an expert and matrix, and flat names.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from model.config import PolicyConfig
 _HYPER = re.compile(r"^(.*\.)(hc_attn|hc_ffn)\.(fn|base|scale)$")
 _STACK = re.compile(r"^(.*\.ffn)\.(w13|w2)$")
 _FP8 = re.compile(
-    r"(\.attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)|\.shared_experts\.w[123]|\.engram\.wkv|\.main_proj)\.weight$"
+    r"(\.attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)"
+    r"|\.shared_experts\.w[123]|\.engram\.wkv|\.main_proj)\.weight$"
 )
 _FP4 = re.compile(r"\.experts\.\d+\.w[123]\.weight$")
 _TABLE = re.compile(r"\.engram\.embed\.weight$")
@@ -47,14 +48,18 @@ def pieces(own: str, config: PolicyConfig) -> Iterator[Piece]:
 
 def _expert_pieces(prefix: str, kind: str, experts: int, config: PolicyConfig) -> Iterator[Piece]:
     width = config.moe_intermediate_size
-    rows = [("w1", slice(0, width)), ("w3", slice(width, 2 * width))] if kind == "w13" else [("w2", slice(None))]
+    rows = (
+        [("w1", slice(0, width)), ("w3", slice(width, 2 * width))] if kind == "w13" else [("w2", slice(None))]
+    )
     for matrix, part in rows:
         for expert in range(experts):
             yield Piece(f"{prefix}.experts.{expert}.{matrix}.weight", (expert, part), ())
         for shared in range(config.n_shared_experts):
             # One published matrix holds all shared experts, side by side along their hidden width.
             span = slice(shared * width, (shared + 1) * width)
-            within = () if config.n_shared_experts == 1 else (slice(None), span) if matrix == "w2" else (span,)
+            within = (
+                () if config.n_shared_experts == 1 else (slice(None), span) if matrix == "w2" else (span,)
+            )
             yield Piece(f"{prefix}.shared_experts.{matrix}.weight", (experts + shared, part), within)
 
 

@@ -1,8 +1,8 @@
 """The shape of a policy, in the vocabulary of the published `config.json`.
 
-Every size, schedule and limit of the network is read from here, so that a folder of weights and its configuration
-are all that is needed to rebuild it. Field names are the published ones; derived facts (which layer owns which keys)
-are methods.
+Every size, schedule and limit of the network is read from here, so that a folder of weights and its
+configuration are all that is needed to rebuild it. Field names are the published ones; derived facts (which
+layer owns which keys) are methods.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class PolicyConfig:
 
     @staticmethod
     def preset(name: str) -> PolicyConfig:
-        """The configuration called `name` ("nano", "pico", "official"). Raises ValueError for another name."""
+        """The configuration called `name`: nano, pico or official. Raises ValueError for another name."""
         from model.presets import preset
 
         return preset(name)

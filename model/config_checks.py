@@ -27,27 +27,36 @@ def _check_sizes(config: PolicyConfig) -> None:
     _require(rope % 2 == 0, f"qk_rope_head_dim {rope} must be even")
     _require(
         rope <= min(config.head_dim, config.index_head_dim),
-        f"qk_rope_head_dim {rope} must fit into head_dim {config.head_dim} and index_head_dim {config.index_head_dim}",
+        f"qk_rope_head_dim {rope} must fit into head_dim {config.head_dim} and "
+        f"index_head_dim {config.index_head_dim}",
     )
     width = config.head_dim
-    _require(width == 16 or width % 32 == 0, f"head_dim {width} must be 16 or a multiple of 32 (blocks of the caches)")
     _require(
-        config.index_head_dim % 32 == 0, f"index_head_dim {config.index_head_dim} must be a multiple of 32 (FP4 blocks)"
+        width == 16 or width % 32 == 0,
+        f"head_dim {width} must be 16 or a multiple of 32 (blocks of the caches)",
+    )
+    _require(
+        config.index_head_dim % 32 == 0,
+        f"index_head_dim {config.index_head_dim} must be a multiple of 32 (FP4 blocks)",
     )
     _require(
         0 < config.num_experts_per_tok <= config.n_routed_experts,
-        f"num_experts_per_tok {config.num_experts_per_tok} must be 1..n_routed_experts {config.n_routed_experts}",
+        f"num_experts_per_tok {config.num_experts_per_tok} must be 1 .. {config.n_routed_experts} "
+        "(n_routed_experts)",
     )
     _require(config.sliding_window >= 1, "sliding_window must be at least 1 (the token itself)")
     _require(config.hc_sinkhorn_iters >= 1, "hc_sinkhorn_iters must be at least 1")
-    _require(config.dtype in ("float32", "bfloat16"), f"dtype {config.dtype!r} must be 'float32' or 'bfloat16'")
+    _require(
+        config.dtype in ("float32", "bfloat16"), f"dtype {config.dtype!r} must be 'float32' or 'bfloat16'"
+    )
 
 
 def _check_schedule(config: PolicyConfig) -> None:
     layers, drafters = config.num_hidden_layers, config.num_nextn_predict_layers
     _require(
         len(config.compress_ratios) == layers + drafters,
-        f"compress_ratios has {len(config.compress_ratios)} entries for {layers} layers and {drafters} drafter blocks",
+        f"compress_ratios has {len(config.compress_ratios)} entries for {layers} layers and {drafters} "
+        "drafter blocks",
     )
     _require(not any(config.compress_ratios[layers:]), "compress_ratios of drafter blocks must be 0")
     for layer, ratio in enumerate(config.compress_ratios[:layers]):
@@ -75,7 +84,9 @@ def _check_owners(config: PolicyConfig, layer: int, ratio: int) -> None:
         f"layer {layer} (ratio {ratio}) would read the keys of layer {owner} (ratio {config.ratio(owner)})",
     )
     index_owners = [source for source in config.index_source_layer_ids if owner <= source <= layer]
-    _require(bool(index_owners), f"layer {layer} has no index source between its kv source {owner} and itself")
+    _require(
+        bool(index_owners), f"layer {layer} has no index source between its kv source {owner} and itself"
+    )
 
 
 def _check_engram(config: PolicyConfig) -> None:
@@ -96,6 +107,6 @@ def _check_engram(config: PolicyConfig) -> None:
         f"engram_token_map has {len(token_map)} entries for a vocabulary of {config.vocab_size}",
     )
     _require(
-        0 <= min(token_map) and max(token_map) < config.engram_compressed_vocab_size,
+        min(token_map) >= 0 and max(token_map) < config.engram_compressed_vocab_size,
         "engram_token_map holds ids outside 0..engram_compressed_vocab_size - 1",
     )

@@ -84,7 +84,9 @@ def _quantization(published: dict[str, Any]) -> QuantizationConfig | None:
         return None
     for key, value in {"quant_method": "fp8", "activation_scheme": "dynamic", "scale_fmt": "ue8m0"}.items():
         if section.get(key) != value:
-            raise ValueError(f"quantization_config.{key} is {section.get(key)!r}; only {value!r} is implemented")
+            raise ValueError(
+                f"quantization_config.{key} is {section.get(key)!r}; only {value!r} is implemented"
+            )
     return _subset(QuantizationConfig, section, "quantization_config")
 
 

@@ -1,7 +1,7 @@
 """Initial weights of a policy trained from scratch.
 
-The published report gives none; this recipe (unit-gain matrices, small output projections, hyper-connections near
-"take a quarter of each stream, carry all of them over") is what small policies were found to learn with.
+The published report gives none; this recipe (unit-gain matrices, small output projections, hyper-connections
+near "take a quarter of each stream, carry all of them over") is what small policies were found to learn with.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The policy: a causal encoder-decoder over packed documents, or over sequences held in a cache.
 
-One code path serves training and inference, so that the log-probabilities a sampler reports are those a trainer
-computes. The decoder half is not a separate module: its only main keys are those of its first layer, which reads
-the encoder's output.
+One code path serves training and inference, so that the log-probabilities a sampler reports are those a
+trainer computes. The decoder half is not a separate module: its only main keys are those of its first layer,
+which reads the encoder's output.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PolicyAux:
     expert_load: Tensor
     """[layers, experts] tokens routed to each expert, float32."""
     balance_loss: Tensor
-    """Scalar: sequence-level balance loss, mean over documents, summed over layers, without its coefficient."""
+    """Scalar: sequence-level balance loss, mean over documents, summed over layers, no coefficient."""
     indexer_loss: Tensor | None
     """Scalar, mean over tokens, summed over index layers, without its coefficient; None unless asked for."""
 
@@ -135,8 +135,8 @@ class Policy(nn.Module):
         Args:
             max_sequences: slots.
             max_tokens: longest sequence.
-            storage: "dense" (floats, fastest on a CPU) or "packed" (paged records; needs `fake_quant`). Both give the
-                same results.
+            storage: "dense" (floats, fastest on a CPU) or "packed" (paged records; needs `fake_quant`). Both
+                give the same results.
             pages: packed only: pages of compressed keys; None: as many as full slots can need.
         """
         dtype = self.norm.weight.dtype
@@ -168,8 +168,8 @@ class Policy(nn.Module):
 
         Raises:
             CacheFull: a sequence would outgrow its slot, or pages run out; nothing has been written.
-            ValueError: a slot is not allocated or appears twice, a length is out of range, or the cache is packed
-                and `fake_quant` is off.
+            ValueError: a slot is not allocated or appears twice, a length is out of range, or the cache is
+                packed and `fake_quant` is off.
         """
         slot_list, length_list = slots.tolist(), lengths.tolist()
         if not length_list or min(length_list) < 1 or max(length_list) > token_ids.shape[1]:
@@ -230,8 +230,8 @@ class Policy(nn.Module):
     def _pad_id(self) -> Tensor:
         if self.token_map is None:
             raise ValueError(
-                "this policy has an n-gram memory but no token map: set policy.token_map to the compressed id of "
-                "each token (the tokenizer knows it)"
+                "this policy has an n-gram memory but no token map: set policy.token_map to the compressed "
+                "id of each token (the tokenizer knows it)"
             )
         return self.token_map[self.config.engram_pad_token_id]
 

@@ -10,7 +10,9 @@ from model.config import PolicyConfig, QuantizationConfig, RopeScaling, VisionCo
 def preset(name: str) -> PolicyConfig:
     """The configuration called `name`. Raises ValueError for an unknown name and lists the known ones."""
     if name not in _PRESETS:
-        raise ValueError(f"unknown preset {name!r}: choose one of {', '.join(_PRESETS)}, or pass a configuration file")
+        raise ValueError(
+            f"unknown preset {name!r}: choose one of {', '.join(_PRESETS)}, or pass a configuration file"
+        )
     return _PRESETS[name]
 
 
@@ -79,6 +81,7 @@ PICO = replace(
     hidden_size=32,
     head_dim=16,
     qk_rope_head_dim=8,
+    engram_head_dim=16,
     hc_sinkhorn_iters=20,
 )
 

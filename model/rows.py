@@ -1,9 +1,9 @@
 """How packed tokens are laid out as rows, so that attention runs as few large products.
 
-Token-wise layers see packed tokens [T, ...]. Attention sees rows: one sequence each, new tokens only, padded to the
-longest. A training document is a row that starts at position 0; a sequence being extended is a row that starts where
-its cache ends. Everything attention needs to know about a call (positions, masks, groups, where to write) is derived
-here once and shared by all layers.
+Token-wise layers see packed tokens [T, ...]. Attention sees rows: one sequence each, new tokens only, padded
+to the longest. A training document is a row that starts at position 0; a sequence being extended is a row
+that starts where its cache ends. Everything attention needs to know about a call (positions, masks, groups,
+where to write) is derived here once and shared by all layers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class GroupPlan:
     width: int
     """Main keys each row can see at most, written before this call or by it."""
     source: Tensor | None
-    """[B, G * ratio] index into [pending tokens of all rows, packed tokens]; None: packed tokens are the groups."""
+    """[B, G * ratio] index into [pending tokens of all rows, packed tokens]; None: packed tokens as is."""
     positions: Tensor
     """[B, G] first token of each group computed in this call."""
     visible: Tensor
@@ -62,7 +62,7 @@ class Rows:
         device: torch.device,
         target: CacheTarget | None = None,
     ) -> None:
-        """Lay out rows whose new tokens stand at `offsets[b]` .. `offsets[b] + lengths[b]` of `total` packed ones."""
+        """Lay out rows whose new tokens stand at `offsets[b]` .. + `lengths[b]` of `total` packed ones."""
         self.count, self.length, self.window, self.device = len(starts), max(lengths), window, device
         self.target = target
         self.starts, self.lengths = torch.tensor(starts), torch.tensor(lengths)
@@ -113,7 +113,7 @@ class Rows:
 
     @cached_property
     def window_blocked(self) -> Tensor:
-        """[B or 1, L, R + L]: which of [ring, new tokens] a token may not attend to. R is 0 without a cache."""
+        """[B or 1, L, R + L]: which of [ring, new tokens] a token may not see. R is 0 without a cache."""
         if self.target is None:
             distance = self._columns[:, None] - self._columns
             return ((distance < 0) | (distance >= self.window)).unsqueeze(0).to(self.device)
@@ -132,7 +132,7 @@ class Rows:
         return self._window_bias
 
     def window_index(self, begin: int, end: int) -> Tensor:
-        """[B, end - begin, W] index into [ring, new tokens] of the window of each token; -1 before the sequence."""
+        """[B, end - begin, W] index into [ring, new tokens] of each window; -1 before the sequence."""
         queries = self.position[:, begin:end].unsqueeze(2)
         keys = queries - torch.arange(self.window - 1, -1, -1, device=self.device)
         starts = self.starts.to(self.device)[:, None, None]

@@ -89,10 +89,10 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One side of a run: `remote` is its object, `stop` closes it."""
+    """One side of a run: `remote` is a `Remote` of its object, `stop` closes it."""
 
     role: str
-    remote: Remote
+    remote: Any
     call: Callable[..., Awaitable[Any]]
     stop: Callable[[], Awaitable[None]]
 

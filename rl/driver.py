@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from rl import build
@@ -16,7 +16,6 @@ from rl.launch.run import RunFolder
 from rl.recipe import Outcome, Recipe
 from rl.trainers.learner import open_learner
 from rl.watch.watch import Watch
-from sandbox.backends.registry import choose
 from sandbox.client import Fleet
 
 _STOP_S = 6.0
@@ -33,10 +32,10 @@ async def drive(config: RunConfig, folder: RunFolder, watch: Watch, *, ray_actor
     """
     checkpoint = _checkpoint(config, folder, watch)
     await _reclaim(watch)
-    if build.environment(config).sandbox is not None:
-        backend = await choose(config.sandbox.backend)
-        watch.note(f"tools run in {backend.name} sandboxes")
-    async with _processes(config, folder, watch, ray_actors) as (learner, generator):
+    async with AsyncExitStack() as stack:
+        if build.environment(config).sandbox is not None:
+            await stack.enter_async_context(await _node(config, folder, watch))
+        learner, generator = await stack.enter_async_context(_processes(config, folder, watch, ray_actors))
         recipe = Recipe(config, learner.remote, generator.remote, lambda: publish(learner, generator), watch)
         return await recipe.run(checkpoint)
 
@@ -66,25 +65,41 @@ async def _reclaim(watch: Watch) -> None:
         watch.note(f"removed {found.total} sandboxes that earlier runs had left ({owners})")
 
 
-@contextlib.asynccontextmanager
+async def _node(config: RunConfig, folder: RunFolder, watch: Watch) -> Fleet:
+    """Starts the sandbox node, or finds it, before anything else: a run without its sandboxes is no run."""
+    fleet = await Fleet.connect(
+        "local", state_dir=fleet_state(), owner=_owner(folder), backend=config.sandbox.backend
+    )
+    watch.note(f"tools run in {fleet.backend} sandboxes")
+    return fleet
+
+
+def _owner(folder: RunFolder) -> str:
+    """Returns the name under which this attempt's sandboxes are held."""
+    return f"{folder.path}/attempt-{folder.attempt}"
+
+
+@asynccontextmanager
 async def _processes(
     config: RunConfig, folder: RunFolder, watch: Watch, ray_actors: bool
 ) -> AsyncIterator[tuple[Process, Process]]:
-    owner = f"{folder.name}/attempt-{folder.attempt}"
     started: list[Process] = []
     if ray_actors:
         watch.phase("start Ray", 0, 1)
-        start_ray(config.launcher.address, f"tempering-{owner}", config.launcher.object_store_bytes)
+        namespace = f"tempering-{folder.name}-{folder.attempt}"
+        start_ray(config.launcher.address, namespace, config.launcher.object_store_bytes)
     try:
         cluster = Cluster(folder.logs, ray_actors)
         watch.phase("start the learner and the generator", 0, 2)
-        sides = (
-            ("learner", open_learner, config, folder.checkpoints),
-            ("generator", build.open_generator, config, folder.token_log, fleet_state(), owner),
-        )
-        for opening in asyncio.as_completed([cluster.open(*side) for side in sides]):
+        sides = [
+            cluster.open("learner", open_learner, config, folder.checkpoints),
+            cluster.open(
+                "generator", build.open_generator, config, folder.token_log, fleet_state(), _owner(folder)
+            ),
+        ]
+        for opening in asyncio.as_completed(sides):
             started.append(await opening)
-        learner, generator = sorted(started, key=lambda process: process.role, reverse=True)
+        generator, learner = sorted(started, key=lambda process: process.role)
         yield learner, generator
     finally:
         await _stop(started, watch)

@@ -52,7 +52,7 @@ class WeightSnapshot:
         for entry, tensor in zip(entries, tensors.values(), strict=True):
             raw = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
             buffer[entry.offset : entry.offset + raw.size] = raw
-        return cls(version, tuple(entries), buffer, zlib.crc32(memoryview(buffer)))
+        return cls(version, tuple(entries), buffer, zlib.crc32(buffer.data))
 
     def tensors(self, *, verify: bool = True) -> dict[str, torch.Tensor]:
         """Returns views into the buffer by name; copy before the buffer is released.
@@ -60,7 +60,7 @@ class WeightSnapshot:
         Raises:
             WeightsError: The buffer does not match its checksum.
         """
-        if verify and zlib.crc32(memoryview(self.buffer)) != self.crc32:
+        if verify and zlib.crc32(self.buffer.data) != self.crc32:
             raise WeightsError(
                 f"weights of version {self.version} arrived damaged (checksum differs): publish them again"
             )

@@ -1,1 +1,1 @@
-"""What a sequence leaves behind for its next token: window ring, compressed keys, open groups, last token ids."""
+"""What a sequence leaves behind for its next token: window ring, compressed keys, open groups, last ids."""

@@ -143,7 +143,7 @@ class PackedGroupCache:
         record: RecordFormat,
         dtype: torch.dtype,
     ) -> None:
-        """Lay out `page_count` pages; `groups` are those of a page and those `GroupPlan.closed_at` counts a slot."""
+        """Lay out `page_count` pages; `groups` are those of a page, and those that fit in a slot."""
         self._pages, self._record, self._dtype = pages, record, dtype
         self._page_groups, self._slot_groups = groups
         codes, scales = record.code_bytes(width), record.scale_bytes(width)

@@ -1,14 +1,13 @@
-"""Pages: memory of compressed keys in units of a fixed number of tokens, handed out on demand and shared by forks.
+"""Pages: memory of compressed keys in units of a fixed number of tokens, handed out on demand and shared.
 
-A page stands for the same tokens in every layer that keeps compressed keys, so one table serves them all. A fork
-takes a reference on its origin's pages and copies only the one it writes into. Page 0 is never handed out: it stays
-zero and is what a sequence reads past its own end.
+A page stands for the same tokens in every layer that keeps compressed keys, so one table serves them all.
+A fork takes a reference on its origin's pages and copies only the one it writes into. Page 0 is never handed
+out: it stays zero and is what a sequence reads past its own end.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 NULL_PAGE = 0
 

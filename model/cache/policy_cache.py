@@ -63,12 +63,8 @@ class PolicyCache:
             raise ValueError(
                 f"pages must be at least 1 and belong to packed storage: got {pages} with {storage!r}"
             )
-        self.max_sequences, self.max_tokens, self.device, self.storage = (
-            max_sequences,
-            max_tokens,
-            device,
-            storage,
-        )
+        self.max_sequences, self.max_tokens = max_sequences, max_tokens
+        self.device, self.storage = device, storage
         ring = WindowRing if storage == "dense" else PackedWindowRing
         self.windows: WindowStorage = ring(
             config.num_hidden_layers, max_sequences, config.sliding_window, config.head_dim, dtype, device
@@ -161,7 +157,8 @@ class PolicyCache:
         held = [self.length(slot) for slot in slots]
         if (missing := pages.missing(slots, held, new)) > pages.free_pages:
             raise CacheFull(
-                f"{missing} pages are needed and {pages.free_pages} are free: free a sequence, or give the cache more pages"
+                f"{missing} pages are needed and {pages.free_pages} are free: "
+                "free a sequence, or give the cache more pages"
             )
         if copies := pages.reserve(slots, held, new):
             source, target = torch.tensor(copies, device=self.device).unbind(1)

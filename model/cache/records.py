@@ -1,9 +1,9 @@
-"""Records: how one key is laid down in bytes, so that a cache holds 4 or 8 bits a channel instead of 16 or 32.
+"""Records: how one key is laid down in bytes, 4 or 8 bits a channel instead of 16 or 32.
 
-Decoding a record gives, bit for bit, what the rounding of `model.quant.blocks` gives: a forward pass that rounds its
-keys sees the same values whether they come from a packed cache or from a float one. Records are made from keys
-*before* that rounding. Doing it afterwards is not always the same: a main key's scale is itself rounded, and in the
-subnormal range of E4M3 the rounded key would find a different scale.
+Decoding a record gives, bit for bit, what the rounding of `model.quant.blocks` gives: a forward pass that
+rounds its keys sees the same values whether they come from a packed cache or from a float one. Main keys are
+packed as they are *before* that rounding. Afterwards is not always the same: a main key's scale is itself
+rounded, and in the subnormal range of E4M3 the rounded key would find a different scale.
 """
 
 from __future__ import annotations

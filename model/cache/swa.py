@@ -63,8 +63,8 @@ class WindowRing:
 class PackedWindowRing:
     """Keys as 8-bit records [layers, slots, W, bytes]: codes of the channels, then their scales.
 
-    Keys come rounded, and a rounded key finds a scale under which its record decodes to it again: a power-of-two
-    scale may come out smaller the second time, never too small for the key's codes.
+    Keys come rounded, and a rounded key finds a scale under which its record decodes to it again: a power of
+    two may come out smaller the second time, never too small for the key's codes.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
     p_j = exp(q . k_j / sqrt(c)) / (exp(sink) + sum_j' exp(q . k_j' / sqrt(c)));   o = sum_j p_j k_j
 
-The sink is one more key of zeros whose score is replaced by the sink's logit, so that an ordinary softmax does. The
-gradient is written out: nothing of the size of the scores is kept but the probabilities.
+The sink is one more key of zeros whose score is replaced by the sink's logit, so that an ordinary softmax
+does. The gradient is written out: nothing of the size of the scores is kept but the probabilities.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Attend(torch.autograd.Function):
         rows, length, heads, width = grads[0].shape
         grad = grads[0].reshape(rows, length * heads, width)
         grad_weights = torch.bmm(grad, with_sink.transpose(1, 2))
-        grad_scores = torch._softmax_backward_data(grad_weights, probabilities, -1, probabilities.dtype)
+        grad_scores = torch.ops.aten._softmax_backward_data(grad_weights, probabilities, -1, probabilities.dtype)
         unused, scale = grad.new_zeros(1), width**-0.5
         grad_query = torch.baddbmm(unused, grad_scores, with_sink, beta=0, alpha=scale).view(grads[0].shape)
         grad_keys = torch.baddbmm(unused, grad_scores.transpose(1, 2), flat, beta=0, alpha=scale)
@@ -61,14 +61,14 @@ def attend(query: Tensor, keys: Tensor, bias: Tensor, sink: Tensor) -> Tensor:
         sink: [H] logit of the sink, which takes weight and gives nothing.
 
     Returns:
-        [B, L, H, c] in the dtype of `query`. bfloat16 inputs are scored in float32, and the unnormalised weights
-        are rounded to bfloat16 before they meet the values.
+        [B, L, H, c] in the dtype of `query`. bfloat16 inputs are scored in float32, and the unnormalised
+        weights are rounded to bfloat16 before they meet the values.
     """
     rounded = query.dtype is torch.bfloat16
     if rounded:
         query, keys, sink = query.float(), keys.float(), sink.float()
     if torch.is_grad_enabled():
-        output: Tensor = _Attend.apply(query, keys, bias, sink, rounded)  # pyright: ignore[reportAssignmentType]
+        output: Tensor = _Attend.apply(query, keys, bias, sink, rounded)  # pyright: ignore
     else:
         output = _forward(query, keys, bias, sink, rounded)[0]
     return output.to(torch.bfloat16) if rounded else output

@@ -1,9 +1,9 @@
 """Compressed sparse attention: a sliding window per layer plus selected main keys shared between layers.
 
-A Full layer compresses its input to main keys and selects among them, a Reindex layer selects anew among an earlier
-layer's keys, a Reuse layer takes both as they are. What layers share travels in `Globals`, one a group of rows.
-Short rows are computed as dense products with a mask, long ones by gathering each token's window and selection, a
-chunk of tokens at a time; both give the same result.
+A Full layer compresses its input to main keys and selects among them, a Reindex layer selects anew among an
+earlier layer's keys, a Reuse layer takes both as they are. What layers share travels in `Globals`, one a
+group of rows. Short rows are computed as dense products with a mask, long ones by gathering each token's
+window and selection, a chunk of tokens at a time; both give the same result.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Attention(nn.Module):
     def _ask(
         self, x: Tensor, query_latent: Tensor, per_head: Rotation, options: RunOptions
     ) -> IndexQueries | None:
-        """Packed index queries; only the indexer's own loss sends a gradient here, and it stops at the inputs."""
+        """Packed index queries; only the indexer's own loss sends a gradient here, not past the inputs."""
         if self.mode not in (AttentionMode.FULL, AttentionMode.REINDEX):
             return None
         with torch.set_grad_enabled(options.supervision is not None and torch.is_grad_enabled()):
@@ -159,10 +159,7 @@ class Attention(nn.Module):
         assert known.index_keys is not None
         visible = rows.groups(self.ratio).visible
         candidates = known.candidates if self.restricted else None
-        if self.restricted and candidates is None:
-            rule = None
-        else:
-            rule = self.rule
+        rule = None if self.restricted and candidates is None else self.rule
         keys = known.index_keys.dense()
         choice = select(asked, keys, visible, self.top_k, rule, candidates, trace is not None)
         if trace is not None:

@@ -38,7 +38,7 @@ class Block(nn.Module):
             self.engram = None
 
     def inject(self, streams: Tensor, batch: Batch, rows: Tensor | None) -> Tensor:
-        """Streams [T, n, d] with this layer's n-gram memory added; `rows` [T, layers, columns] are table rows."""
+        """Streams [T, n, d] with this layer's n-gram memory added, from table `rows` [T, layers, columns]."""
         if self.engram is None or rows is None:
             return streams
         text = None if batch.image is None else ~batch.image

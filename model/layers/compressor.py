@@ -1,7 +1,7 @@
 """From the input of a layer to its main keys: a group of m tokens becomes one latent.
 
-With m = 1 the latent is a projection of the token. With m > 1 each channel of the group is a softmax-weighted mean,
-computed in float32; a group still open at the end of a cached sequence waits in the cache.
+With m = 1 the latent is a projection of the token. With m > 1 each channel of the group is a softmax-weighted
+mean, computed in float32; a group still open at the end of a cached sequence waits in the cache.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ class Compressor(nn.Module):
         wide = torch.promote_types(x.dtype, torch.float32)
         return F.linear(x.to(wide), torch.cat([self.wkv.weight, self.wgate.weight]).to(wide))
 
-    def pool(self, projected: Tensor, rows: Rows, plan: GroupPlan, pending: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Latents [B, G, c] of the groups of `plan`; `pending` [slots, m, 2 c] is read and then updated in place."""
+    def pool(
+        self, projected: Tensor, rows: Rows, plan: GroupPlan, pending: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """Latents [B, G, c] of the groups of `plan`; `pending` [slots, m, 2 c] is updated."""
         if self.ratio == 1:
             return rows.pad(projected)
         return self.norm(self._mean(self._aligned(projected, rows, plan, pending)).to(dtype))

@@ -23,7 +23,9 @@ class Engram(nn.Module):
         self.streams, self.width, self.eps = n, d, config.rms_norm_eps
         self.embed = nn.Module()
         self.embed.weight = nn.Parameter(torch.empty(rows, config.engram_head_dim, dtype=dtype))
-        self.wkv = Linear(columns * config.engram_head_dim, (n + 1) * d, dtype, config.quantization is not None)
+        self.wkv = Linear(
+            columns * config.engram_head_dim, (n + 1) * d, dtype, config.quantization is not None
+        )
         self.q_weight = nn.Parameter(torch.ones(n, d, dtype=dtype))
         self.k_weight = nn.Parameter(torch.ones(n, d, dtype=dtype))
 

@@ -1,7 +1,7 @@
 """The hash of the n-gram memory: from the last compressed token ids to rows of each layer's table.
 
-Moduli are consecutive primes, multipliers come from a seeded generator, so both are functions of the configuration
-and are never stored. All arithmetic is on 64-bit integers; products stay below 2^62.
+Moduli are consecutive primes, multipliers come from a seeded generator, so both are functions of the
+configuration and are never stored. All arithmetic is on 64-bit integers; products stay below 2^62.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _is_prime(number: int) -> bool:
 
 
 def bucket_primes(config: PolicyConfig) -> list[list[list[int]]]:
-    """Moduli by layer, n-gram order (2 first) and head: primes from `engram_vocab_size` upward, none used twice."""
+    """Moduli by layer, n-gram order (2 first) and head: primes from `engram_vocab_size` up, each once."""
     primes = (number for number in count(config.engram_vocab_size) if _is_prime(number))
     orders, heads = config.engram_max_ngram_size - 1, config.engram_n_heads
     return [[[next(primes) for _ in range(heads)] for _ in range(orders)] for _ in config.engram_layer_ids]
@@ -61,7 +61,7 @@ def look_back(history: Tensor, pad: Tensor) -> Tensor:
 
 
 class EngramHash(nn.Module):
-    """Rows [T, layers, columns] of all n-gram tables at once. Columns: order 2 first, then head; offset included."""
+    """Rows [T, layers, columns] of all n-gram tables. Columns: order 2 first, then head; offset included."""
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__()
@@ -79,7 +79,9 @@ class EngramHash(nn.Module):
 
     @staticmethod
     def _check_rows(config: PolicyConfig, primes: list[list[list[int]]]) -> None:
-        for layer, rows, found in zip(config.engram_layer_ids, config.engram_num_embeddings, primes, strict=True):
+        for layer, rows, found in zip(
+            config.engram_layer_ids, config.engram_num_embeddings, primes, strict=True
+        ):
             expected = sum(map(sum, found))
             if rows != expected:
                 raise ValueError(

@@ -1,9 +1,9 @@
-"""Single-pass manifold-constrained hyper-connections: n residual streams, mixed by a doubly stochastic matrix.
+"""Single-pass manifold-constrained hyper-connections: n residual streams mixed by a doubly stochastic matrix.
 
-Each site (one attention or expert layer) computes from the streams X [T, n, d] three sets of coefficients: A [T, n]
-collapses the streams for the *next* site, C [T, n] writes this site's output into the streams, and M [n, n, T]
-(in, out, token) carries the streams over. Coefficients are laid out with tokens last: a Sinkhorn step on [n, n, T]
-is several times faster than on [T, n, n]. Gradients are written out for the same reason.
+Each site (one attention or expert layer) computes from the streams X [T, n, d] three sets of coefficients: A
+[T, n] collapses the streams for the *next* site, C [T, n] writes this site's output into the streams, and M
+[n, n, T] (in, out, token) carries the streams over. Coefficients are laid out with tokens last: a Sinkhorn
+step on [n, n, T] is several times faster than on [T, n, n]. Gradients are written out for the same reason.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def sum_patterns(n: int) -> tuple[Tensor, Tensor]:
     return one.repeat(1, n), one.repeat_interleave(n, dim=1)
 
 
-def _normalize(matrix: Tensor, over_inputs: bool, patterns: tuple[Tensor, Tensor], eps: Tensor) -> tuple[Tensor, Tensor]:
+def _normalize(
+    matrix: Tensor, over_inputs: bool, patterns: tuple[Tensor, Tensor], eps: Tensor
+) -> tuple[Tensor, Tensor]:
     """M / (sums + eps), and the sums + eps shaped to divide M."""
     total = torch.addmm(eps, patterns[0 if over_inputs else 1], matrix.flatten(0, 1))
     total = total.unsqueeze(0 if over_inputs else 1)
@@ -37,7 +39,9 @@ def _normalize(matrix: Tensor, over_inputs: bool, patterns: tuple[Tensor, Tensor
 
 class _Sinkhorn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits: Tensor, rounds: int, eps: Tensor, over_inputs: Tensor, over_outputs: Tensor) -> Tensor:
+    def forward(
+        ctx, logits: Tensor, rounds: int, eps: Tensor, over_inputs: Tensor, over_outputs: Tensor
+    ) -> Tensor:
         softmax = logits.softmax(_OUTPUTS)
         matrix = softmax + eps
         steps: list[Tensor] = []
@@ -56,11 +60,11 @@ class _Sinkhorn(torch.autograd.Function):
             pattern = over_outputs if step % 2 else over_inputs
             inner = torch.mm(pattern, (grad * matrix).flatten(0, 1)).view(total.shape)
             grad = (grad - inner).div_(total)
-        return torch._softmax_backward_data(grad, softmax, _OUTPUTS, softmax.dtype), None, None, None, None
+        return torch.ops.aten._softmax_backward_data(grad, softmax, _OUTPUTS, softmax.dtype), None, None, None, None
 
 
 def sinkhorn(logits: Tensor, rounds: int, eps: Tensor, patterns: tuple[Tensor, Tensor]) -> Tensor:
-    """Nearly doubly stochastic [n_in, n_out, T] from logits: softmax over outputs, then alternate normalisations.
+    """Nearly doubly stochastic [n_in, n_out, T]: softmax over outputs, then alternate normalisations.
 
     The last of the `rounds` rounds ends with the column (input) sums. `patterns` are those of `sum_patterns`.
     """
@@ -130,7 +134,7 @@ def mix(carry: Tensor, streams: Tensor, write: Tensor, update: Tensor) -> Tensor
 
 
 class HyperConnection(nn.Module):
-    """The coefficients of one site. Published names: `fn` [(2 + n) n, n d], `base` [(2 + n) n], `scale` [3]."""
+    """The coefficients of one site: `fn` [(2 + n) n, n d], `base` [(2 + n) n], `scale` [3]."""
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__()
@@ -161,7 +165,11 @@ class HyperConnection(nn.Module):
         pre = torch.sigmoid(torch.addcmul(base[:n], mixes[:n], self.scale[0])) + self.eps
         post = 2 * torch.sigmoid(torch.addcmul(base[n : 2 * n], mixes[n : 2 * n], self.scale[1]))
         carry = torch.addcmul(base[2 * n :], mixes[2 * n :], self.scale[2]).view(n, n, -1)
-        return pre.t(), post.t(), sinkhorn(carry, self.rounds, self.eps, (self.over_inputs, self.over_outputs))
+        return (
+            pre.t(),
+            post.t(),
+            sinkhorn(carry, self.rounds, self.eps, (self.over_inputs, self.over_outputs)),
+        )
 
     def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A, C and M of streams [T, n, d]."""

@@ -2,7 +2,8 @@
 
     I[i, j] = sum_h w[i, h] relu(q[i, h] . k[j])
 
-Scores get no gradient from the language-model loss (the choice is discrete); `indexer_loss` trains them on request.
+Scores get no gradient from the language-model loss (the choice is discrete); `indexer_loss` trains them on
+request.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class CandidateRule:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Result of a selection: the keys, the blocks kept for later layers (None: all), the masked scores if asked."""
+    """Result of a selection: keys, blocks kept for later layers (None: all), masked scores if asked for."""
 
     selection: Selection
     candidates: Tensor | None

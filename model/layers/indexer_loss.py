@@ -1,8 +1,9 @@
 """Training signal of the indexer: its scores should rank keys as the main attention weighs them.
 
-The published report does not state the loss; this is the Kullback-Leibler form known from earlier models of the
-family. For a token, the teacher is the attention mass of all heads over the supervised main keys, normalised; the
-student is the softmax of the index scores over the same keys. Only the indexer gets a gradient.
+The published report does not state the loss; this is the Kullback-Leibler form known from earlier models of
+the family. For a token, the teacher is the attention mass of all heads over the supervised main keys,
+normalised; the student is the softmax of the index scores over the same keys. Only the indexer gets a
+gradient.
 """
 
 from __future__ import annotations

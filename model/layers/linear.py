@@ -10,13 +10,13 @@ from model.quant.blocks import round_window, straight_through
 
 
 def quantized_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """`x` rounded to FP8 (power-of-two scale per 32) times `weight`, summed in float32, in the dtype of `x`."""
+    """`x` rounded to FP8 (power-of-two scale per 32) times `weight`, summed in float32, as `x` in dtype."""
     rounded = straight_through(x, round_window)
     return F.linear(rounded.float(), weight.float()).to(x.dtype)
 
 
 class Linear(nn.Module):
-    """`weight` [outputs, inputs]; `quantized` says that the checkpoint stores it in FP8 and rounds its input."""
+    """`weight` [outputs, inputs]; `quantized`: the checkpoint stores it in FP8 and rounds its input."""
 
     def __init__(self, inputs: int, outputs: int, dtype: torch.dtype, quantized: bool = False) -> None:
         super().__init__()

@@ -1,8 +1,9 @@
 """Mixture of experts: sqrt-softplus router with a balancing bias, clipped SwiGLU experts, a shared expert.
 
-Experts are stacked: `w13` [E + shared, 2 f, d] (gate rows first) and `w2` [E + shared, d, f]; the shared experts come
-last. With few experts all of them are computed for every token and weighted by zero where not chosen, which takes
-three operations; with many, tokens are sorted by expert and only experts that got a token are visited.
+Experts are stacked: `w13` [E + shared, 2 f, d] (gate rows first) and `w2` [E + shared, d, f]; the shared
+experts come last. With few experts all of them are computed for every token and weighted by zero where not
+chosen, which takes three operations; with many, tokens are sorted by expert and only experts that got a token
+are visited.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Routing:
 
 
 class Router(nn.Module):
-    """Affinity of a token to each expert. The biases steer the choice only, and are moved by `update_balance`."""
+    """Affinity of a token to each expert. The biases steer the choice only; `update_balance` moves them."""
 
     def __init__(self, config: PolicyConfig, experts: int, chosen: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -49,7 +50,11 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor, image: Tensor | None) -> Routing:
         """Route tokens [T, d]; `image` [T] bool marks tokens of image spans, None stands for text only."""
-        logits = F.linear(x, self.weight) if x.dtype is self.weight.dtype is torch.float32 else self._wide_logits(x)
+        logits = (
+            F.linear(x, self.weight)
+            if x.dtype is self.weight.dtype is torch.float32
+            else self._wide_logits(x)
+        )
         affinity = F.softplus((logits / self.temperature).clamp_min(_LOWEST_LOGIT)).sqrt()
         expert_ids = top_k_lowest_index(affinity.detach() + self.bias_of(image), self.chosen)
         weights = affinity.gather(1, expert_ids)

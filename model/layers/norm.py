@@ -52,7 +52,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension, in the dtype of `x`."""
+    """Normalise: x / rms(x) * weight over the last dimension, in the dtype of `x`."""
     if x.dtype is torch.bfloat16:
         wide = x.float()
         return (wide * inverse_rms(wide, eps) * weight.float()).to(x.dtype)

@@ -11,8 +11,8 @@ from model.layers.attend import as_bias
 class Selection:
     """Of `width` main keys of each row, the ones a token selected.
 
-    `index` [B, L, K] holds positions among the main keys, -1 for an unused place, in any order; None stands for
-    every visible key. `visible` [B, L] is the number of keys that end at or before a token.
+    `index` [B, L, K] holds positions among the main keys, -1 for an unused place, in any order; None stands
+    for every visible key. `visible` [B, L] is the number of keys that end at or before a token.
     """
 
     def __init__(self, visible: Tensor, width: int, index: Tensor | None) -> None:
@@ -30,11 +30,13 @@ class Selection:
         """[B, L, places] ascending, -1 at the end."""
         listed = self.listed(0, self.visible.shape[1])
         ascending = listed.masked_fill(listed < 0, self.width).sort(dim=-1).values
-        padded = torch.nn.functional.pad(ascending, (0, max(places - ascending.shape[-1], 0)), value=self.width)
+        padded = torch.nn.functional.pad(
+            ascending, (0, max(places - ascending.shape[-1], 0)), value=self.width
+        )
         return padded.masked_fill(padded == self.width, -1)
 
     def bias_with(self, window_blocked: Tensor, dtype: torch.dtype) -> Tensor:
-        """[B, L, window keys + width] over [window keys, main keys]: 0, or -inf where a key must not be seen."""
+        """[B, L, window keys + width] over [window, main] keys: 0, or -inf where a key must not be seen."""
         if self._bias is None:
             self._bias = as_bias(self.blocked_with(window_blocked), dtype)
         return self._bias

@@ -1,4 +1,4 @@
-"""The experts' activation: weight * silu(min(gate, limit)) * clip(up, -limit, limit), gradient written out."""
+"""The experts' activation: weight * silu(min(gate, limit)) * clip(up, -limit, limit), with its gradient."""
 
 from __future__ import annotations
 

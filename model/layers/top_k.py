@@ -9,10 +9,10 @@ _SIGN_FREE = 0x7FFFFFFF
 
 
 def top_k_lowest_index(scores: Tensor, k: int) -> Tensor:
-    """Indices [..., k] of the `k` largest of `scores` [..., n], in no particular order; ties go to the lower index.
+    """Indices [..., k] of the `k` largest of `scores` [..., n], in no order; ties go to the lower index.
 
-    Exact ties are real: an index score is exactly 0 whenever no head responds. Each score is turned into an integer
-    of the same order, with the reversed index in the low bits, so that no two are equal.
+    Exact ties are real: an index score is exactly 0 whenever no head responds. Each score is turned into an
+    integer of the same order, with the reversed index in the low bits, so that no two are equal.
     """
     bits = (scores.float() + 0.0).view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ _SIGN_FREE, bits).long()

@@ -1,1 +1,1 @@
-"""Number formats of caches and checkpoints: exact codecs, and the straight-through rounding used in training."""
+"""Number formats of caches and checkpoints: exact codecs, and straight-through rounding for training."""

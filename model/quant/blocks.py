@@ -1,8 +1,8 @@
 """Block quantisers: how a vector becomes codes and scales, and the rounding a forward pass sees.
 
-Three formats are in use: main keys (E2M1 with an E4M3 scale per 16), sliding-window keys and activations (E4M3 with
-a power-of-two scale per 32), index queries and keys and expert weights (E2M1 with a power-of-two scale per 32).
-A width below the block is one block.
+Three formats are in use: main keys (E2M1 with an E4M3 scale per 16), sliding-window keys and activations
+(E4M3 with a power-of-two scale per 32), index queries and keys and expert weights (E2M1 with a power-of-two
+scale per 32). A width below the block is one block.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def index_scale(blocks: Tensor) -> Tensor:
     return ue8m0.round_up(_absolute_maximum(blocks).clamp_min_(e2m1.MAX * 2.0**-126) * (1.0 / e2m1.MAX))
 
 
-def _round(x: Tensor, block: int, scale_of: Callable[[Tensor], Tensor], grid: Callable[[Tensor], Tensor]) -> Tensor:
+def _round(
+    x: Tensor, block: int, scale_of: Callable[[Tensor], Tensor], grid: Callable[[Tensor], Tensor]
+) -> Tensor:
     blocks = _blocks(x, block)
     scale = scale_of(blocks)
     return grid(blocks / scale).mul_(scale).flatten(-2).to(x.dtype)

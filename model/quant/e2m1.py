@@ -25,7 +25,9 @@ def round_to_grid(x: Tensor) -> Tensor:
 def encode(values: Tensor) -> Tensor:
     """Codes, uint8 0..15, of values that already lie on the grid."""
     magnitude = values.abs()
-    index = torch.where(magnitude < 2, magnitude * 2, torch.where(magnitude < 4, magnitude + 2, magnitude / 2 + 4))
+    index = torch.where(
+        magnitude < 2, magnitude * 2, torch.where(magnitude < 4, magnitude + 2, magnitude / 2 + 4)
+    )
     return index.to(torch.uint8) | (torch.signbit(values).to(torch.uint8) << 3)
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 _MANTISSA = 0x7FFFFF
 _EXPONENT = 0x7F800000
+_HALF_OF_SMALLEST_NORMAL = 0x400000
 
 
 def round_up(x: Tensor) -> Tensor:
@@ -21,4 +22,5 @@ def encode(scale: Tensor) -> Tensor:
 
 def decode(byte: Tensor) -> Tensor:
     """Float32 powers of two of bytes (0 and 255 stand for 2^-127 and 2^128 = infinity)."""
-    return torch.ldexp(torch.ones((), device=byte.device), byte.to(torch.int32) - 127)
+    wide = byte.to(torch.int32)
+    return torch.where(wide == 0, _HALF_OF_SMALLEST_NORMAL, wide << 23).view(torch.float32)

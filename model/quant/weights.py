@@ -1,7 +1,7 @@
 """Stored weights: FP8 in tiles or rows, FP4 in rows, each with power-of-two scales as bytes.
 
-Decoding to bfloat16 is exact (both formats have fewer bits of mantissa). Encoding a decoded tensor gives the same
-values again.
+Decoding to bfloat16 is exact (both formats have fewer bits of mantissa). Encoding a decoded tensor gives the
+same values again.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from rl.launch.config import RunConfig
 
@@ -42,7 +42,7 @@ def load_config(overrides: Sequence[str]) -> RunConfig:
     readable = [text for text in overrides if not _unreadable(text, groups)]
     tree = _compose(readable, groups)
     problems += [_unknown(path, list(valid_keys(RunConfig))) for path in unknown_keys(tree, RunConfig)]
-    config, wrong = _validated(_known_part(tree, RunConfig))
+    config, wrong = _validated(_with_defaults(_known_part(tree, RunConfig)))
     if problems or wrong or config is None:
         raise ConfigError("\n".join(problems + wrong))
     return config
@@ -110,6 +110,24 @@ def _known_part(tree: Mapping[str, Any], model: Any) -> dict[str, Any]:
         for key, value in tree.items()
         if key in names
     }
+
+
+def _with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Fills each section with its own defaults, so that one given key leaves the others as they were."""
+    filled = dict(tree)
+    for name, info in RunConfig.model_fields.items():
+        if info.default_factory is not None:
+            default = info.get_default(call_default_factory=True, validated_data={})
+            plain = TypeAdapter(type(default)).dump_python(default)
+            filled[name] = _merged(plain, tree.get(name, {}))
+    return filled
+
+
+def _merged(base: Mapping[str, Any], over: Any) -> Any:
+    if not isinstance(over, Mapping):
+        return over
+    both = {k: _merged(base[k], v) if isinstance(base.get(k), Mapping) else v for k, v in over.items()}
+    return {**base, **both}
 
 
 def valid_keys(model: Any, path: str = "") -> Iterator[str]:

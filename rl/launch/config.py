@@ -26,9 +26,9 @@ class Section(BaseModel):
 class Run(Section):
     """Which run this is. An empty `name` makes one; an existing one needs `resume` or `clean`."""
 
-    name: str = Field("", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$|^$")
+    name: str = Field(default="", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$|^$")
     root: str = "runs"
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
     resume: bool = False
     clean: bool = False
 
@@ -53,26 +53,26 @@ class Scaffold(Section):
     """How the policy is put to work."""
 
     name: str = "tools"
-    max_turns: int | None = Field(None, ge=1)
+    max_turns: int | None = Field(default=None, ge=1)
 
 
 class SandboxSection(Section):
     """Where tools run. `auto` prefers Docker and says which it took."""
 
     backend: Literal["auto", "docker", "bubblewrap"] = "auto"
-    tool_timeout_s: float = Field(10.0, gt=0)
+    tool_timeout_s: float = Field(default=10.0, gt=0)
 
 
 class EngineSection(Section):
     """The inference engine and how it samples. `max_tokens` bounds a whole sequence."""
 
     name: Literal["native"] = "native"
-    max_requests: int = Field(128, ge=1)
-    max_tokens: int = Field(64, ge=2)
-    max_completion_tokens: int = Field(16, ge=1)
-    temperature: float = Field(1.0, gt=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
+    max_requests: int = Field(default=128, ge=1)
+    max_tokens: int = Field(default=64, ge=2)
+    max_completion_tokens: int = Field(default=16, ge=1)
+    temperature: float = Field(default=1.0, gt=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
     kv_on_update: Literal["keep", "recompute"] = "keep"
 
 
@@ -92,17 +92,17 @@ class Effort(Section):
 class Eval(Section):
     """Evaluation: so many tasks of the evaluation split, so many samples of each when sampling."""
 
-    tasks: int = Field(200, ge=1)
-    samples: int = Field(2, ge=1)
+    tasks: int = Field(default=200, ge=1)
+    samples: int = Field(default=2, ge=1)
 
 
 class Checkpoints(Section):
     """When checkpoints are written, in optimiser steps, and how many stay. 0 switches a rule off."""
 
-    every: int = Field(20, ge=1)
-    sft_every: int = Field(0, ge=0)
-    keep: int = Field(2, ge=1)
-    keep_every: int = Field(0, ge=0)
+    every: int = Field(default=20, ge=1)
+    sft_every: int = Field(default=0, ge=0)
+    keep: int = Field(default=2, ge=1)
+    keep_every: int = Field(default=0, ge=0)
 
 
 class LoggerSection(Section):
@@ -117,10 +117,10 @@ class Launcher(Section):
     """Where the processes run. An empty `address` starts a private Ray cluster on this machine."""
 
     address: str = ""
-    sft_threads: int = Field(2, ge=1)
-    trainer_threads: int = Field(1, ge=1)
-    generator_threads: int = Field(1, ge=1)
-    object_store_bytes: int = Field(128 << 20, ge=78_643_200)
+    sft_threads: int = Field(default=2, ge=1)
+    trainer_threads: int = Field(default=1, ge=1)
+    generator_threads: int = Field(default=1, ge=1)
+    object_store_bytes: int = Field(default=128 << 20, ge=78_643_200)
 
 
 class RunConfig(Section):
@@ -147,8 +147,8 @@ class RunConfig(Section):
         self.rollout.check_group_size(self.algorithm.group_size)
         if self.engine.max_completion_tokens >= self.engine.max_tokens:
             raise ValueError(
-                f"engine.max_completion_tokens={self.engine.max_completion_tokens} leaves no room for a prompt "
-                f"in engine.max_tokens={self.engine.max_tokens}; make the second larger"
+                f"engine.max_completion_tokens={self.engine.max_completion_tokens} leaves no room for a "
+                f"prompt in engine.max_tokens={self.engine.max_tokens}; make the second larger"
             )
         if self.trainer.temperature != self.engine.temperature:
             raise ValueError(
@@ -161,6 +161,7 @@ class RunConfig(Section):
         if self.rollout.max_total_tokens > self.engine.max_tokens:
             raise ValueError(
                 f"rollout.max_total_tokens={self.rollout.max_total_tokens} is more than a sequence of the "
-                f"engine may have (engine.max_tokens={self.engine.max_tokens}); raise the second or lower the first"
+                f"engine may have (engine.max_tokens={self.engine.max_tokens}); raise the second "
+                "or lower the first"
             )
         return self

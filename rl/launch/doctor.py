@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -116,6 +117,7 @@ def _docker() -> Finding:
 
     fix = "install and start a Docker engine, or use bubblewrap"
     try:
+        _knock(os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock")
         client = docker.from_env(timeout=5)
         try:
             version = str(client.version()["Version"])
@@ -124,6 +126,14 @@ def _docker() -> Finding:
     except (DockerException, OSError) as error:
         return Finding("docker", False, f"no engine answers ({type(error).__name__})", fix, needed=False)
     return Finding("docker", True, f"engine {version}", needed=False)
+
+
+def _knock(host: str) -> None:
+    """Connects to a local engine's socket once: the client library leaks one for each refused connection."""
+    if host.startswith("unix://"):
+        with socket.socket(socket.AF_UNIX) as link:
+            link.settimeout(5)
+            link.connect(host.removeprefix("unix://"))
 
 
 def _bubblewrap() -> Finding:

@@ -105,10 +105,14 @@ def open_run(config: RunConfig) -> RunFolder:
     name = config.run.name or _fresh_name(config)
     path = Path(config.run.root).expanduser().resolve() / name
     record = read_driver(path)
-    if record is not None and record.alive:
+    if record is not None and record.state == RunState.RUNNING and record.alive:
         raise RunFolderError(
             f"run {name!r} is being driven by process {record.pid}; wait for it, stop it "
             f"(kill {record.pid}), or choose another run.name"
+        )
+    if record is None and path.exists() and any(path.iterdir()):
+        raise RunFolderError(
+            f"{path} exists and is not a run of this program; choose another run.name or move it away"
         )
     if path.exists() and not (config.run.resume or config.run.clean):
         raise RunFolderError(

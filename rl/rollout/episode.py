@@ -172,7 +172,7 @@ class EpisodeRun:
                 stop_ids=self._around.chat.stop_ids,
                 seed=request_seed(self._assignment.seed, key.group, key.index, turn),
             ),
-            completed=logged.completion if logged is not None and logged.token_ids else None,
+            completed=logged.completion if logged is not None and len(logged.tokens) else None,
         )
         with self._doing(Boundary.ENGINE, "engine_s"):
             completion = await self._around.engine.generate(request)

@@ -23,6 +23,7 @@ _SYNC_WORD = int.from_bytes(_SYNC, "little")
 _HEADER = struct.Struct("<8sHHIII")
 _RECORD = struct.Struct("<IIIB3x")
 _CHECKED = struct.Struct("<IB3x")
+_INT = struct.Struct("<i")
 _CRC_FROM = 8
 
 ROW = np.dtype([("slot", "<u4"), ("turn", "<u4"), ("index", "<u4"), ("token", "<i4"), ("logprob", "<f4")])
@@ -120,13 +121,18 @@ def scan(data: bytes, damage: Damage) -> tuple[list[Record], int]:
 
 def step_payload(version: int, rows: np.ndarray) -> bytes:
     """Returns the payload of a STEP: the policy version and `rows` (ROW [n])."""
-    return struct.pack("<i", version) + rows.tobytes()
+    return _INT.pack(version) + rows.tobytes()
 
 
 def step_rows(data: bytes, start: int, end: int) -> tuple[int, np.ndarray]:
     """Returns version and rows (a view) of a STEP."""
-    (version,) = struct.unpack_from("<i", data, start)
-    return version, np.frombuffer(data, ROW, (end - start - 4) // ROW.itemsize, start + 4)
+    version, rows = step_parts(memoryview(data), start, end)
+    return version, np.frombuffer(rows, ROW)
+
+
+def step_parts(data: memoryview, start: int, end: int) -> tuple[int, memoryview]:
+    """Returns version and the bytes of the rows of a STEP."""
+    return _INT.unpack_from(data, start)[0], data[start + 4 : end]
 
 
 def ints(kind: str, *values: int) -> bytes:

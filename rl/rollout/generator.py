@@ -17,7 +17,7 @@ from rl.rollout.config import RolloutConfig
 from rl.rollout.lag import LagMonitor
 from rl.rollout.pool import RolloutLoop
 from rl.rollout.resume import Recovered
-from rl.rollout.state import LoggedSample, up_to_version
+from rl.rollout.state import LoggedSample
 from rl.rollout.wal import TokenLog
 from rl.rollout.worker import Worker
 from rl.weights import WeightSnapshot
@@ -71,7 +71,7 @@ class Generator:
         found = self._log.recovery
         finished = tuple(_up_to_version(trajectory, version) for trajectory in found.finished.values())
         for key, sample in self._recovered.items():
-            self._recovered[key] = replace(sample, turns=up_to_version(sample.turns, version))
+            self._recovered[key] = sample.up_to_version(version)
         return Recovered(finished, tuple(self._recovered), found.lost_tokens, found.damage)
 
     async def resubmit(self, keys: Sequence[TrajectoryKey]) -> None:
@@ -183,5 +183,13 @@ class Generator:
 def _up_to_version(trajectory: Trajectory, version: int) -> Trajectory:
     if all(v <= version for v in trajectory.policy_versions):
         return trajectory
-    branches = tuple(up_to_version(branch, version) for branch in trajectory.branches)
-    return replace(trajectory, branches=branches)
+    return replace(
+        trajectory,
+        branches=tuple(
+            tuple(
+                replace(turn, policy_versions=tuple(min(v, version) for v in turn.policy_versions))
+                for turn in branch
+            )
+            for branch in trajectory.branches
+        ),
+    )

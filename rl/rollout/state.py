@@ -12,18 +12,39 @@ import struct
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 import numpy as np
 
-from envs.types import FinishReason, Message, Trajectory, Turn
+from envs.types import FinishReason, Message, Trajectory
 from rl.engines.base import Completion
 from rl.rollout import codec
 from rl.rollout.assignment import Assignment
-from rl.rollout.frames import ROW, Damage, Kind, Record, scan, slots_of, step_rows
+from rl.rollout.frames import ROW, Damage, Kind, Record, scan, slots_of, step_parts
 from rl.rollout.segments import Segment
 
 FINISHES = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tokens:
+    """Sampled tokens as columns: token_ids int32 [n], logprobs float32 [n], versions int32 [n]."""
+
+    token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    versions: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __getitem__(self, part: slice) -> Tokens:
+        return Tokens(self.token_ids[part], self.logprobs[part], self.versions[part])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tokens) and all(
+            np.array_equal(getattr(self, name), getattr(other, name)) for name in self.__slots__
+        )
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +53,21 @@ class LoggedTurn:
 
     prompt_ids: tuple[int, ...]
     new_branch: bool
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    policy_versions: tuple[int, ...] = ()
+    tokens: Tokens
     finish: FinishReason | None = None
     results: tuple[Message, ...] = ()
 
     @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The ids of its tokens."""
+        return tuple(self.tokens.token_ids.tolist())
+
+    @property
     def completion(self) -> Completion:
         """Its tokens as the engine takes them back."""
-        return Completion(
-            self.token_ids, self.logprobs, self.policy_versions, self.finish or FinishReason.ABORT
-        )
+        columns = (self.tokens.logprobs.tolist(), self.tokens.versions.tolist())
+        finish = self.finish or FinishReason.ABORT
+        return Completion(self.token_ids, tuple(columns[0]), tuple(columns[1]), finish)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +77,17 @@ class LoggedSample:
     assignment: Assignment
     turns: tuple[LoggedTurn, ...]
 
+    def up_to_version(self, version: int) -> LoggedSample:
+        """The sample, with tokens of policies newer than `version` counted as of `version`.
 
-AnyTurn = TypeVar("AnyTurn", Turn, "LoggedTurn")
-
-
-def up_to_version(turns: tuple[AnyTurn, ...], version: int) -> tuple[AnyTurn, ...]:
-    """The turns, with tokens of policies newer than `version` counted as of `version`.
-
-    After a resume from an older checkpoint the newer weights are lost, but not what they sampled: the tokens'
-    log-probabilities stay those of the policy that sampled them, which is what a loss needs.
-    """
-    return tuple(
-        replace(turn, policy_versions=tuple(min(v, version) for v in turn.policy_versions)) for turn in turns
-    )
+        After a resume from an older checkpoint the newer weights are lost, but not what they sampled: the
+        tokens' log-probabilities stay those of the policy that sampled them, which is what a loss needs.
+        """
+        turns = (
+            replace(turn, tokens=replace(turn.tokens, versions=np.minimum(turn.tokens.versions, version)))
+            for turn in self.turns
+        )
+        return replace(self, turns=tuple(turns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,18 +132,20 @@ class _Slot:
 class _Reader:
     slots: defaultdict[int, _Slot] = field(default_factory=lambda: defaultdict(_Slot))
     consumed: set[int] = field(default_factory=set)
-    rows: list[np.ndarray] = field(default_factory=list)
+    rows: list[memoryview] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     row_count: int = 0
     top: int = -1
 
     def read(self, data: bytes, records: list[Record]) -> None:
+        view, step = memoryview(data), int(Kind.STEP)
         for item in records:
-            if item.kind == Kind.STEP:
-                version, rows = step_rows(data, item.start, item.end)
+            kind, start, end = item
+            if kind == step:
+                version, rows = step_parts(view, start, end)
                 self.rows.append(rows)
                 self.versions.append(version)
-                self.row_count += len(rows)
+                self.row_count += (end - start - 4) // ROW.itemsize
             else:
                 self._read_other(data, item)
 
@@ -199,7 +223,7 @@ def _recover(reader: _Reader, damage: Damage) -> Recovery:
         lost += len(rows)
         if slot.start is not None:
             turns = tuple(_turns(slot, rows, versions))
-            lost -= sum(len(turn.token_ids) for turn in turns)
+            lost -= sum(len(turn.tokens) for turn in turns)
             assignment = codec.assignment_from_json(json.loads(slot.start))
             unfinished[number] = LoggedSample(assignment, turns)
     top = max(reader.top, columns.top)
@@ -219,9 +243,7 @@ def _turns(slot: _Slot, rows: np.ndarray, versions: np.ndarray) -> Iterator[Logg
         yield LoggedTurn(
             turn.prompt_ids,
             turn.new_branch,
-            tuple(rows["token"][part].tolist()),
-            tuple(rows["logprob"][part].tolist()),
-            tuple(versions[part].tolist()),
+            Tokens(rows["token"][part].copy(), rows["logprob"][part].copy(), versions[part].copy()),
             turn.finish if whole else None,
             tuple(_unbroken(turn.results)) if whole else (),
         )
@@ -241,21 +263,28 @@ class _Columns:
     """The rows of unfinished samples sorted by slot, turn and place; `age` is their order in the log."""
 
     rows: np.ndarray
+    slots: np.ndarray
     versions: np.ndarray
     age: np.ndarray
     top: int
 
     @classmethod
     def of(cls, reader: _Reader, over: set[int]) -> _Columns:
-        rows = np.concatenate([np.zeros(0, ROW), *reader.rows])
-        versions = np.repeat(np.array(reader.versions, np.int64), [len(part) for part in reader.rows])
-        top = int(rows["slot"].max()) if len(rows) else -1
-        wanted = np.flatnonzero(~np.isin(rows["slot"], np.array(sorted(over), np.uint32)))
-        rows = rows[wanted]
-        key = rows["slot"].astype(np.uint64) << np.uint64(36)  # slot, 14 bits of turn, 22 bits of place
-        key |= rows["turn"].astype(np.uint64) << np.uint64(22)
-        order = np.argsort(key | rows["index"])
-        return cls(rows[order], versions[wanted][order], wanted[order], top)
+        rows = np.frombuffer(b"".join(reader.rows), ROW)
+        counts = [part.nbytes // ROW.itemsize for part in reader.rows]
+        versions = np.repeat(np.array(reader.versions, np.int32), counts)
+        slots = rows["slot"].copy()
+        top = int(slots.max()) if len(rows) else -1
+        key = slots.astype(np.uint64)  # slot, 14 bits of turn, 22 bits of place
+        for shift, column in ((14, "turn"), (22, "index")):
+            key <<= np.uint64(shift)
+            key |= rows[column]
+        if over:
+            wanted = np.flatnonzero(~np.isin(slots, np.array(sorted(over), np.uint32)))
+            order = wanted[np.argsort(key[wanted])]
+        else:
+            order = np.argsort(key)
+        return cls(rows[order], slots[order], versions[order], order, top)
 
     @property
     def count(self) -> int:
@@ -263,12 +292,14 @@ class _Columns:
 
     def rows_of(self, slot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The rows of one slot with their versions and ages."""
-        low, high = np.searchsorted(self.rows["slot"], np.array([slot, slot + 1], np.uint32))
+        low, high = np.searchsorted(self.slots, np.array([slot, slot + 1], np.uint32))
         return self.rows[low:high], self.versions[low:high], self.age[low:high]
 
     def after_resets(self, slot: int, resets: list[_Reset]) -> tuple[np.ndarray, np.ndarray]:
         """The rows of one slot, without those that a reset made void, and their versions."""
         rows, versions, age = self.rows_of(slot)
+        if not resets:
+            return rows, versions
         keep = np.ones(len(rows), bool)
         for reset in resets:
             behind = (rows["turn"] > reset.turn) | (

@@ -14,8 +14,9 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -65,6 +66,7 @@ class TokenLog:
         self._free: list[int] = []
         self._lane_slot = np.zeros(0, np.uint32)
         self._lane_position = np.zeros(0, np.uint32)
+        self._route: _Route | None = None
         self._slots: dict[TrajectoryKey, int] = {}
         self._live: set[int] = set()
         self._ended: set[int] = set()
@@ -97,7 +99,7 @@ class TokenLog:
         """A recovered sample goes on after exactly what `sample` holds; whatever else was logged is void."""
         turn = max(len(sample.turns) - 1, 0)
         last = sample.turns[-1] if sample.turns else None
-        tokens, results = (len(last.token_ids), len(last.results)) if last else (0, 0)
+        tokens, results = (len(last.tokens), len(last.results)) if last else (0, 0)
         with self._appending():
             slot = self._slots[sample.assignment.key]
             self._open_lane(sample.assignment.session, slot, tokens)
@@ -126,7 +128,7 @@ class TokenLog:
         """A sample ended; its whole result is kept until it is consumed."""
         body = json.dumps(codec.trajectory_to_json(trajectory)).encode()
         with self._appending():
-            lane = self._lanes.pop(session, None)
+            lane, self._route = self._lanes.pop(session, None), None
             if lane is not None:
                 self._free.append(lane)
                 slot = int(self._lane_slot[lane])
@@ -148,20 +150,21 @@ class TokenLog:
     def on_step(self, frame: StepFrame) -> None:
         """Appends the tokens of one decode step; the engine's step listener."""
         with self._appending():
-            get = self._lanes.get
-            lanes = np.array([get(session, -1) for session in frame.sessions], np.int64)
-            known = np.flatnonzero(lanes >= 0)
-            if known.size == 0:
+            route = self._route
+            if route is None or route.sessions != frame.sessions or route.turns != frame.turns:
+                route = self._route = _Route.of(frame, self._lanes, self._lane_slot)
+            lanes, rows = route.lanes, route.rows
+            if lanes.size == 0:
                 return
-            lanes = lanes[known]
-            rows = np.empty(known.size, ROW)
-            rows["slot"] = self._lane_slot[lanes]
-            rows["turn"] = np.asarray(frame.turns)[known]
-            rows["index"] = self._lane_position[lanes] + _repeats(lanes)
-            rows["token"] = frame.token_ids[known]
-            rows["logprob"] = frame.logprobs[known]
-            np.add.at(self._lane_position, lanes, 1)
-            self._counts["tokens"] += known.size
+            rows["index"] = self._lane_position[lanes]
+            if route.repeats is None:
+                self._lane_position[lanes] += 1
+            else:
+                rows["index"] += route.repeats
+                np.add.at(self._lane_position, lanes, 1)
+            rows["token"] = frame.token_ids[route.known]
+            rows["logprob"] = frame.logprobs[route.known]
+            self._counts["tokens"] += lanes.size
             self._counts["frames"] += 1
             self._append(Kind.STEP, step_payload(frame.policy_version, rows))
 
@@ -241,6 +244,7 @@ class TokenLog:
             self._lane_position = np.resize(self._lane_position, grown)
         lane = self._free.pop()
         self._lane_slot[lane], self._lane_position[lane] = slot, position
+        self._route = None
         self._lanes[session] = lane
 
     def _about(self, session: str, kind: Kind, payload: bytes) -> None:
@@ -311,10 +315,36 @@ class TokenLog:
             ) from self._failure
 
 
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """Which entries of a frame are logged and where; most steps have the sessions of the step before.
+
+    `known` selects the frame's logged entries, `rows` is their frame with slots and turns filled in,
+    `repeats` counts earlier entries of the same session (several tokens of one turn in a step), or is None.
+    """
+
+    sessions: Sequence[str]
+    turns: Sequence[int]
+    known: np.ndarray | slice
+    lanes: np.ndarray
+    rows: np.ndarray
+    repeats: np.ndarray | None
+
+    @classmethod
+    def of(cls, frame: StepFrame, table: Mapping[str, int], slots: np.ndarray) -> _Route:
+        lanes = np.array([table.get(session, -1) for session in frame.sessions], np.int64)
+        found = np.flatnonzero(lanes >= 0)
+        lanes = lanes[found]
+        rows = np.zeros(len(lanes), ROW)
+        rows["slot"] = slots[lanes]
+        rows["turn"] = np.asarray(frame.turns, np.uint32)[found]
+        known = slice(None) if len(found) == len(frame.sessions) else found
+        repeats = _repeats(lanes) if len(np.unique(lanes)) < len(lanes) else None
+        return cls(list(frame.sessions), list(frame.turns), known, lanes, rows, repeats)
+
+
 def _repeats(lanes: np.ndarray) -> np.ndarray:
-    """For each entry, how many earlier entries are the same lane (several tokens of one turn in a step)."""
-    if np.bincount(lanes).max() == 1:
-        return np.zeros(len(lanes), np.uint32)
+    """For each entry, how many earlier entries are the same lane."""
     order = np.argsort(lanes, kind="stable")
     ordered = lanes[order]
     ranks = np.empty(len(lanes), np.uint32)

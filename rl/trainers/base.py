@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from model.layers.indexer_loss import Variant
 from model.policy import Policy, PolicyAux
 from rl.trainers.data import Sample
 from rl.trainers.forward import token_outputs
@@ -38,24 +39,33 @@ class Trainer:
         *,
         total_steps: int,
         token_budget: int,
+        fake_quant: bool,
+        temperature: float = 1.0,
         balance_coef: float,
         indexer_coef: float,
+        indexer_over: Variant = "sparse",
     ) -> None:
         self.policy, self.optimizer = policy, Optimizer(policy, optimizer)
         self.total_steps, self.token_budget = total_steps, token_budget
+        self.fake_quant, self.temperature = fake_quant, temperature
         self.balance_coef, self.indexer_coef = balance_coef, indexer_coef
+        self.indexer_loss: bool | Variant = indexer_over if indexer_coef else False
         self.steps = 0
         self.version = 0
 
-    def logprobs(self, samples: Sequence[Sample], *, temperature: float = 1.0) -> list[np.ndarray]:
+    def logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """Log-probabilities under the present weights, float32 [n] each, 0 where the token is not trained.
 
-        They follow the sampler's definition: log softmax(logits / temperature), nothing truncated.
+        They follow the sampler's definition: log softmax(logits / temperature), nothing truncated, and keys
+        are rounded when the trainer rounds them.
         """
         out: list[np.ndarray] = [np.zeros(0, dtype=np.float32)] * len(samples)
+        self.policy.fake_quant = self.fake_quant
         with torch.no_grad():
             for batch in micro_batches(samples, self.token_budget, self.policy.device):
-                values = token_outputs(self.policy, batch, temperature=temperature).logprobs.cpu().numpy()
+                values = (
+                    token_outputs(self.policy, batch, temperature=self.temperature).logprobs.cpu().numpy()
+                )
                 for index, start, stop in zip(
                     batch.indices, batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True
                 ):

@@ -1,7 +1,7 @@
 """One forward pass of a micro-batch, down to the log-probabilities of its trained tokens.
 
-The head is applied only where a token is trained, in chunks whose logits are recomputed in the backward pass,
-so that no [T, V] tensor is kept and a token that is not trained has no logits at all.
+The head is applied only where a token is trained, and in chunks when the logits would be large, so that no
+[T, V] tensor is kept and a token that is not trained has no logits at all.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
+from model.layers.indexer_loss import Variant
 from model.policy import PackedTokens, Policy, PolicyAux
+from rl.algorithms.linear import CHUNK_ELEMENTS, linear_logprobs
 from rl.trainers.packing import MicroBatch
-
-LOGITS_LIMIT = 1 << 24
-"""Elements of logits held at once (64 MiB in float32); what needs more is chunked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +39,8 @@ def token_outputs(
     batch: MicroBatch,
     *,
     temperature: float = 1.0,
-    indexer_loss: bool = False,
-    logits_limit: int = LOGITS_LIMIT,
+    indexer_loss: bool | Variant = False,
+    logits_limit: int = CHUNK_ELEMENTS,
 ) -> TokenOutputs:
     """Runs the policy over a micro-batch."""
     output = policy(PackedTokens(batch.token_ids, batch.cu_seqlens), indexer_loss=indexer_loss)
@@ -54,28 +52,16 @@ def token_outputs(
 
 
 def head_outputs(
-    policy: Policy, hidden: Tensor, labels: Tensor, temperature: float, logits_limit: int = LOGITS_LIMIT
+    policy: Policy, hidden: Tensor, labels: Tensor, temperature: float, logits_limit: int = CHUNK_ELEMENTS
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability of `labels` [m], entropy [m] and whether it is the mode [m], from `hidden` [m, d]."""
-    size = max(1, logits_limit // policy.config.vocab_size)
-    if len(labels) <= size:
-        return _head(policy, hidden, labels, temperature)
-    chunks = [
-        checkpoint(_head, policy, h, y, temperature, use_reentrant=False)
-        for h, y in zip(hidden.split(size), labels.split(size), strict=True)
-    ]
-    logprobs, entropy, correct = (torch.cat(column) for column in zip(*chunks, strict=True))
-    return logprobs, entropy, correct
-
-
-def _head(
-    policy: Policy, hidden: Tensor, labels: Tensor, temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    logits = policy.logits(hidden) / temperature
-    distribution = logits.log_softmax(-1)
+    if len(labels) * policy.config.vocab_size > logits_limit:
+        weight: Tensor = policy.head.weight  # pyright: ignore[reportAssignmentType]
+        return linear_logprobs(hidden, weight, labels, temperature=temperature, limit=logits_limit)
+    distribution = (policy.logits(hidden) / temperature).log_softmax(-1)
     logprobs = distribution.gather(-1, labels[:, None])[:, 0]
     entropy = -(distribution.exp() * distribution).sum(-1)
-    return logprobs, entropy, logits.detach().argmax(-1) == labels
+    return logprobs, entropy, distribution.detach().argmax(-1) == labels
 
 
 def _scatter(values: Tensor, positions: Tensor, length: int) -> Tensor:

@@ -74,6 +74,8 @@ class RLTrainer(Trainer):
             config.optimizer,
             total_steps=config.steps,
             token_budget=config.token_budget,
+            fake_quant=config.fake_quant,
+            temperature=config.temperature,
             balance_coef=config.balance_coef,
             indexer_coef=config.indexer_coef,
         )
@@ -110,7 +112,7 @@ class RLTrainer(Trainer):
         measures = Measures()
         updated: dict[str, float] = {}
         if batch.samples:
-            self.policy.fake_quant = self.config.fake_quant
+            self.policy.fake_quant = self.fake_quant
             updated = self.update(self._accumulate(batch, measures))
         self.steps += 1
         self.version = self.steps
@@ -127,7 +129,7 @@ class RLTrainer(Trainer):
         for micro in micro_batches(samples, self.token_budget, device):
             members = [samples[i] for i in micro.indices]
             outputs = token_outputs(
-                self.policy, micro, temperature=self.config.temperature, indexer_loss=self.indexer_coef > 0
+                self.policy, micro, temperature=self.temperature, indexer_loss=self.indexer_loss
             )
             inputs = self._inputs(micro, outputs)
             self.require_finite(inputs.masked(inputs.sampler_logprobs), members, "sampler's log-probability")
@@ -145,9 +147,9 @@ class RLTrainer(Trainer):
         old = outputs.logprobs.detach() if self.algorithm.anchored_at_trainer else micro.logprobs
         reference = None
         if self.reference is not None:
-            self.reference.fake_quant = self.config.fake_quant
+            self.reference.fake_quant = self.fake_quant
             with torch.no_grad():
-                reference = token_outputs(self.reference, micro, temperature=self.config.temperature).logprobs
+                reference = token_outputs(self.reference, micro, temperature=self.temperature).logprobs
         return LossInputs(
             logprobs=outputs.logprobs,
             sampler_logprobs=micro.logprobs,

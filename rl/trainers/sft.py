@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 
+from model.layers.indexer_loss import Variant
 from model.policy import Policy
 from rl.trainers.base import Trainer
 from rl.trainers.data import Sample
@@ -34,6 +35,8 @@ class SFTConfig:
         fake_quant: whether keys are rounded as the caches will store them.
         balance_coef: weight of the sequence-level balance loss.
         indexer_coef: weight of the indexers' KL loss; 0 leaves the indexers untrained.
+        indexer_over: what that loss ranks: each token's own selection (`sparse`), or all it could select
+            (`dense`), from which an untrained indexer learns what it misses.
     """
 
     steps: int = 250
@@ -43,6 +46,7 @@ class SFTConfig:
     fake_quant: bool = False
     balance_coef: float = 0.0
     indexer_coef: float = 0.0
+    indexer_over: Variant = "sparse"
 
 
 class SFTTrainer(Trainer):
@@ -56,8 +60,10 @@ class SFTTrainer(Trainer):
             config.optimizer,
             total_steps=config.steps,
             token_budget=config.token_budget,
+            fake_quant=config.fake_quant,
             balance_coef=config.balance_coef,
             indexer_coef=config.indexer_coef,
+            indexer_over=config.indexer_over,
         )
         self.config = config
 
@@ -71,12 +77,12 @@ class SFTTrainer(Trainer):
         trained, total = sum(s.trained_tokens for s in samples), sum(len(s) for s in samples)
         if not trained:
             raise ValueError("no sample of this step has a token to learn from; give it demonstrations")
-        self.policy.fake_quant = self.config.fake_quant
+        self.policy.fake_quant = self.fake_quant
         device = self.policy.device
         loss_sum, correct = torch.zeros((), device=device), torch.zeros((), device=device)
         load, indexer = torch.zeros((), device=device), torch.zeros((), device=device)
         for batch in micro_batches(samples, self.token_budget, device):
-            outputs = token_outputs(self.policy, batch, indexer_loss=self.indexer_coef > 0)
+            outputs = token_outputs(self.policy, batch, indexer_loss=self.indexer_loss)
             loss = -outputs.logprobs.sum() / trained
             self.require_finite(loss.detach(), [samples[i] for i in batch.indices], "loss")
             share = len(batch.token_ids) / total
@@ -97,7 +103,7 @@ class SFTTrainer(Trainer):
     @torch.no_grad()
     def evaluate(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Loss and accuracy over `samples` without learning, as `sft/eval.loss` and `sft/eval.accuracy`."""
-        self.policy.fake_quant = self.config.fake_quant
+        self.policy.fake_quant = self.fake_quant
         loss, correct, trained = 0.0, 0, sum(s.trained_tokens for s in samples)
         for batch in micro_batches(samples, self.token_budget, self.policy.device):
             outputs = token_outputs(self.policy, batch)

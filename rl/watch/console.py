@@ -1,7 +1,6 @@
 """The terminal: one live screen, or plain lines where there is no terminal. Never silent for long.
 
-Both show the same numbers, and both are told the same: a phase and how far it is, new numbers, and lines worth
-keeping.
+Both show the same numbers, and are told the same: a phase and how far it is, new numbers, lines to keep.
 """
 
 from __future__ import annotations
@@ -115,20 +114,21 @@ class LiveScreen:
         self._phase = ("starting", 0, 0)
         self._left = math.nan
         self._figures: dict[str, float] = {}
+        self._newest: dict[str, float] = {}
         self._rewards: deque[float] = deque(maxlen=60)
         self._live = Live(get_renderable=self.render, console=console or Console(), refresh_per_second=4)
         self._live.start()
 
     def phase(self, name: str, done: int, total: int) -> None:
         """Shows the phase and its bar."""
-        if name != self._phase[0]:
-            self._figures = {}
+        self._figures = self._newest if name != self._phase[0] else self._figures | self._newest
+        self._newest = {}
         self._left = self._clock.left(name, done, total)
         self._phase = (name, done, total)
 
     def figures(self, metrics: Mapping[str, float]) -> None:
         """Shows the newest numbers; the reward also as a small curve."""
-        self._figures |= metrics
+        self._newest |= metrics
         if (reward := metrics.get("rollout/all/reward.mean")) is not None:
             self._rewards.append(reward)
 

@@ -16,7 +16,6 @@ from types import TracebackType
 from typing import Any, Self
 
 FILE_NAME = "metrics.jsonl"
-_SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ def _rows(path: Path) -> Iterator[Row]:
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
         if line.endswith("\n"):
             data: dict[str, Any] = json.loads(line)
-            metrics = {name: _SPECIAL.get(value, value) for name, value in data["metrics"].items()}
+            metrics = {name: float(value) for name, value in data["metrics"].items()}
             yield Row(data["family"], data["step"], data["time"], metrics)
 
 

@@ -14,12 +14,17 @@ FILE_NAME = "curves.png"
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One diagram: its title, and the metrics in it with their labels. `share` fixes the axis to 0..1."""
+    """One diagram: its title, and the metrics in it with their labels.
+
+    `share` fixes the axis to 0..1, `window` is how many steps are averaged, `log` is the kind of axis.
+    """
 
     title: str
     lines: Sequence[tuple[str, str]]
     axis: str = "optimiser step (RL)"
     share: bool = False
+    window: int = 10
+    log: bool = False
 
 
 PANELS = (
@@ -42,12 +47,12 @@ PANELS = (
     Panel(
         "Trainer against sampler",
         [("train/kl.mismatch", "mean difference"), ("train/kl.mismatch.max", "max")],
+        log=True,
     ),
     Panel("Gradient norm", [("train/grad_norm", "norm")]),
     Panel("Idle share", [("sys/idle.trainer", "trainer"), ("sys/idle.rollout", "rollout")], share=True),
-    Panel("Warm start", [("sft/loss", "loss")], axis="step (SFT)"),
+    Panel("Warm start", [("sft/loss", "loss")], axis="step (SFT)", window=1),
 )
-_WINDOW = 10
 
 
 def draw(run: Path) -> Path:
@@ -74,7 +79,7 @@ def draw(run: Path) -> Path:
     return path
 
 
-def smooth(values: Sequence[float], window: int = _WINDOW) -> list[float]:
+def smooth(values: Sequence[float], window: int) -> list[float]:
     """Returns the mean of the last `window` values (fewer at the start) at each place."""
     return [
         sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i + 1 - window) : i + 1])
@@ -91,7 +96,9 @@ def _panel(axes: Any, panel: Panel, rows: list[Row]) -> None:
         steps, values = series(rows, name)
         if steps:
             axes.plot(steps, values, color=f"C{color}", alpha=0.25, linewidth=1)
-            axes.plot(steps, smooth(values), color=f"C{color}", linewidth=1.8, label=label)
+            axes.plot(steps, smooth(values, panel.window), color=f"C{color}", linewidth=1.8, label=label)
+    if panel.log and axes.lines:
+        axes.set_yscale("log")
     if axes.lines:
         axes.legend(fontsize=8)
     else:
@@ -112,6 +119,6 @@ def _evaluations(rows: list[Row]) -> list[tuple[str, list[int], list[float]]]:
 
 def _mark(axes: Any, evaluations: list[tuple[str, list[int], list[float]]]) -> None:
     for index, (name, steps, values) in enumerate(evaluations):
-        axes.plot(steps, values, "o--", color=f"C{index + 1}", label=f"evaluation, {name}", markersize=5)
+        axes.plot(steps, values, "o", color=f"C{index + 1}", label=f"evaluation, {name}", markersize=5)
     if evaluations:
         axes.legend(fontsize=8)

@@ -62,6 +62,7 @@ class WandbLog:
         self._run: Any = None
         self.mode = choose_mode(settings.mode)
         if self.mode == "online" and not self._start("online", settings, config):
+            _forget()
             self._tell("W&B: writing offline instead; `wandb sync` uploads the folder later")
             self.mode = "offline"
         if self.mode == "offline" and self._run is None and not self._start("offline", settings, config):
@@ -149,6 +150,13 @@ def _init(mode: str, settings: WandbSettings, config: Mapping[str, Any]) -> Any:
         run.define_metric(f"{family}/step", hidden=True)
         run.define_metric(f"{family}/*", step_metric=f"{family}/step")
     return run
+
+
+def _forget() -> None:
+    """Ends the helper process of W&B, which still holds the id of the run that did not start."""
+    import wandb
+
+    wandb.teardown(exit_code=0)
 
 
 def _abandon() -> None:

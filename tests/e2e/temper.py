@@ -100,7 +100,7 @@ def steps(run: Path) -> list[int]:
     if not file.exists():
         return []
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    return [int(row["train/step"]) for row in rows if "train/step" in row]
+    return [row["step"] for row in rows if row["family"] == "train"]
 
 
 def wait_for(condition: Callable[[], bool], timeout: float) -> bool:

@@ -49,4 +49,3 @@ def three_sources() -> Policy:
     policy = Policy(config)
     policy.reset_parameters(5)
     return policy
-

@@ -1,4 +1,4 @@
-"""The policy once more, slowly: one document, plain autograd, every selection as a mask. Only for comparison."""
+"""The policy once more, slowly: one document, plain autograd, selections as masks. Only for comparison."""
 
 import torch
 from torch.nn import functional as F
@@ -77,7 +77,9 @@ class DenseReference:
         mixes = (flat @ site.fn.T) * torch.rsqrt(flat.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps)
         pre = torch.sigmoid(mixes[:, :n] * site.scale[0] + site.base[:n]) + eps
         post = 2 * torch.sigmoid(mixes[:, n : 2 * n] * site.scale[1] + site.base[n : 2 * n])
-        matrix = (mixes[:, 2 * n :] * site.scale[2] + site.base[2 * n :]).unflatten(1, (n, n)).softmax(-1) + eps
+        matrix = (mixes[:, 2 * n :] * site.scale[2] + site.base[2 * n :]).unflatten(1, (n, n)).softmax(
+            -1
+        ) + eps
         matrix = matrix / (matrix.sum(1, keepdim=True) + eps)
         for _ in range(config.hc_sinkhorn_iters - 1):
             matrix = matrix / (matrix.sum(2, keepdim=True) + eps)
@@ -95,7 +97,10 @@ class DenseReference:
             weight = (weights * (chosen == expert)).sum(-1, keepdim=True) if expert < ffn.experts else 1.0
             up_gate, up = (x @ ffn.w13[expert].T).chunk(2, -1)
             limit = config.swiglu_limit
-            result = result + (F.silu(up_gate.clamp(max=limit)) * up.clamp(-limit, limit) * weight) @ ffn.w2[expert].T
+            result = (
+                result
+                + (F.silu(up_gate.clamp(max=limit)) * up.clamp(-limit, limit) * weight) @ ffn.w2[expert].T
+            )
         return result
 
     def attention(self, attn, x, shared):
@@ -104,7 +109,11 @@ class DenseReference:
         at = torch.arange(time)
         latent = rms(x @ attn.wq_a.weight.T, attn.q_norm.weight, eps)
         query = turn((latent @ attn.wq_b.weight.T).unflatten(1, (attn.heads, -1)), at, attn.frequencies)
-        keys = ste(turn(rms(x @ attn.wkv.weight.T, attn.kv_norm.weight, eps), at, attn.frequencies), round_window, quant)
+        keys = ste(
+            turn(rms(x @ attn.wkv.weight.T, attn.kv_norm.weight, eps), at, attn.frequencies),
+            round_window,
+            quant,
+        )
         seen = (at[:, None] >= at) & (at[:, None] - at < config.sliding_window)
         if attn.ratio:
             if attn.mode is AttentionMode.FULL:
@@ -158,6 +167,8 @@ class DenseReference:
         blocks = torch.stack([scores[:, j : j + size].amax(-1) for j in range(0, width, size)], 1)
         newest = torch.div(visible - 1, size, rounding_mode="floor")[:, None]
         blocks = blocks.masked_fill(torch.arange(blocks.shape[1]) == newest, torch.inf)
-        best = blocks.sort(dim=-1, descending=True, stable=True).indices[:, : self.config.candidate_topk_blocks]
+        best = blocks.sort(dim=-1, descending=True, stable=True).indices[
+            :, : self.config.candidate_topk_blocks
+        ]
         kept = torch.zeros_like(blocks, dtype=torch.bool).scatter(1, best, True) & (blocks > -torch.inf)
         return kept.repeat_interleave(size, 1)[:, :width]

@@ -9,7 +9,9 @@ from torch.nn import functional as F
 
 from model.policy import PackedTokens
 
-_spec = importlib.util.spec_from_file_location("dense_reference", Path(__file__).with_name("dense_reference.py"))
+_spec = importlib.util.spec_from_file_location(
+    "dense_reference", Path(__file__).with_name("dense_reference.py")
+)
 dense_reference = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(dense_reference)
 
@@ -39,20 +41,26 @@ def test_logits_and_gradients(request, name, fake_quant, dense_limit):
     if fake_quant and close.max() > 1e-4:
         return  # a rounding flip: gradients then belong to different functions
     names = [name for name, _ in policy.named_parameters()]
-    grads = torch.autograd.grad(F.cross_entropy(packed, targets), list(policy.parameters()), allow_unused=True)
-    wanted = torch.autograd.grad(F.cross_entropy(single, targets), list(policy.parameters()), allow_unused=True)
+    grads = torch.autograd.grad(
+        F.cross_entropy(packed, targets), list(policy.parameters()), allow_unused=True
+    )
+    wanted = torch.autograd.grad(
+        F.cross_entropy(single, targets), list(policy.parameters()), allow_unused=True
+    )
     for parameter, ours, theirs in zip(names, grads, wanted, strict=True):
         if theirs is None:
             assert ours is None or not ours.any(), parameter
             continue
-        # Typical gradients are 1e-3 to 1e-2; those of hyper-connection scales are differences near rounding noise.
+        # Typical gradients are 1e-3 to 1e-2; those of hyper-connection scales are near rounding noise.
         assert (ours - theirs).abs().max() <= 2e-3 * theirs.abs().max() + 1e-6, parameter
 
 
 def test_gradients_repeat_exactly(nano):
     def gradients():
         packed, _, targets = _losses(nano)
-        return torch.autograd.grad(F.cross_entropy(packed, targets), list(nano.parameters()), allow_unused=True)
+        return torch.autograd.grad(
+            F.cross_entropy(packed, targets), list(nano.parameters()), allow_unused=True
+        )
 
     for first, second in zip(gradients(), gradients(), strict=True):
         assert first is second is None or torch.equal(first, second)

@@ -49,7 +49,9 @@ def test_rows_of_a_batch_do_not_disturb_each_other(nano):
         together = nano.extend(cache, slots.flip(0), ids, torch.tensor([9, 1, 4]))
     other = nano.new_cache(3, 64)
     for row, length in enumerate([9, 1, 4]):
-        assert torch.allclose(extend(nano, other, other.allocate(), ids[row, :length].tolist()), together[row], atol=1e-5)
+        assert torch.allclose(
+            extend(nano, other, other.allocate(), ids[row, :length].tolist()), together[row], atol=1e-5
+        )
 
 
 def test_refusals_say_what_to_do_and_write_nothing(nano):
@@ -62,7 +64,9 @@ def test_refusals_say_what_to_do_and_write_nothing(nano):
     with pytest.raises(ValueError, match="not allocated"):
         extend(nano, cache, 1 - slot, [1])
     with pytest.raises(ValueError, match="twice"):
-        nano.extend(cache, torch.tensor([slot, slot]), torch.ones(2, 1, dtype=torch.int64), torch.ones(2).long())
+        nano.extend(
+            cache, torch.tensor([slot, slot]), torch.ones(2, 1, dtype=torch.int64), torch.ones(2).long()
+        )
     with pytest.raises(ValueError, match="lengths"):
         nano.extend(cache, torch.tensor([slot]), torch.ones(1, 2, dtype=torch.int64), torch.tensor([3]))
     cache.allocate()

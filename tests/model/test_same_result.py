@@ -56,7 +56,9 @@ def test_chunks_of_any_size_equal_one_forward(request, name, fake_quant, dense_l
     whole = run(policy, tokens).view(rows, length, -1)
     generator = random.Random(7)
     with torch.inference_mode():
-        found = fed_in_chunks(policy, tokens.token_ids.view(rows, length), lambda: generator.choice([1, 1, 2, 3, 8, 21]))
+        found = fed_in_chunks(
+            policy, tokens.token_ids.view(rows, length), lambda: generator.choice([1, 1, 2, 3, 8, 21])
+        )
     errors = torch.stack([(logits - whole[row, at]).abs().max() for row, at, logits in found])
     if not fake_quant:
         assert errors.max() <= 1e-4
@@ -87,7 +89,10 @@ def test_packed_documents_equal_single_ones(request, name, fake_quant):
     lengths = [3, 150, 1, 45, 90, 2, 28, 28]
     tokens = documents(lengths)
     packed = run(policy, tokens).split(lengths)
-    alone = [run(policy, PackedTokens(part, torch.tensor([0, len(part)]))) for part in tokens.token_ids.split(lengths)]
+    alone = [
+        run(policy, PackedTokens(part, torch.tensor([0, len(part)])))
+        for part in tokens.token_ids.split(lengths)
+    ]
     errors = torch.cat([(ours - theirs).abs().amax(-1) for ours, theirs in zip(packed, alone, strict=True)])
     assert errors.quantile(0.95) <= (1e-2 if fake_quant else 1e-4)
     assert errors.median() <= 1e-4

@@ -39,7 +39,11 @@ while True:
 def interpreted() -> Iterator[Callable]:
     """`interpreted("model.ops.topk.triton", "topk", *args, **kwargs)` on CPU tensors."""
     root = Path(__file__).parents[3]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join([str(root), *sys.path]),
+    }
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", _SERVER],
         stdin=subprocess.PIPE,

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -75,8 +76,8 @@ def test_a_partial_turn_comes_back_with_ids_logprobs_and_versions(tmp_path: Path
     (turn,) = only(reopen(tmp_path)).turns
     assert only(reopen(tmp_path)).assignment == a
     assert (turn.prompt_ids, turn.new_branch, turn.finish) == ((5, 6, 7), True, None)
-    assert (turn.token_ids, turn.policy_versions) == ((11, 12), (3, 4))
-    assert turn.logprobs == tuple(float(np.float32(-t / 7)) for t in (11, 12))
+    assert (turn.token_ids, turn.completion.policy_versions) == ((11, 12), (3, 4))
+    assert turn.completion.logprobs == tuple(float(np.float32(-t / 7)) for t in (11, 12))
 
 
 def test_several_turns_with_tool_results_come_back(tmp_path: Path) -> None:
@@ -149,7 +150,11 @@ def test_going_on_after_recovery_appends_to_the_same_turn(tmp_path: Path) -> Non
     log.turn(a.session, 0, 2, FinishReason.STOP)
     log.close()
     (turn,) = only(reopen(tmp_path)).turns
-    assert (turn.token_ids, turn.policy_versions, turn.finish) == ((11, 12), (0, 1), FinishReason.STOP)
+    assert (turn.token_ids, turn.completion.policy_versions, turn.finish) == (
+        (11, 12),
+        (0, 1),
+        FinishReason.STOP,
+    )
 
 
 def test_what_a_resume_did_not_keep_is_void(tmp_path: Path) -> None:
@@ -164,7 +169,7 @@ def test_what_a_resume_did_not_keep_is_void(tmp_path: Path) -> None:
     log = TokenLog(tmp_path)
     sample = only(log.recovery)
     first = sample.turns[0]
-    kept = LoggedSample(a, (type(first)(first.prompt_ids, False, (11,), first.logprobs[:1], (0,)),))
+    kept = LoggedSample(a, (replace(first, tokens=first.tokens[:1], finish=None),))
     log.resume(kept)
     log.on_step(frame([a.session], [77], 0))
     log.close()

@@ -4,6 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from model.policy import PackedTokens
 from rl.algorithms import AlgorithmConfig
 from rl.algorithms.advantages import NonFiniteAdvantageError
 from rl.algorithms.losses import LOSSES
@@ -216,3 +217,18 @@ def test_a_ratio_taken_against_the_trainer_is_one(make_policy, sampled):
 def test_temperature_must_be_positive():
     with pytest.raises(ValueError, match="above 0"):
         RLConfig(temperature=0)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_logprobs_follow_the_trainers_temperature_and_rounding(
+    make_policy, make_turn, make_trajectory, temperature
+):
+    samples = trajectory_samples(make_trajectory([[make_turn(PROMPT, GOOD)]]), 1.0)
+    policy = make_policy()
+    (ours,) = RLTrainer(policy, fast(temperature=temperature), AlgorithmConfig()).logprobs(samples)
+    assert policy.fake_quant and not ours[: len(PROMPT)].any()
+    tokens = PackedTokens(torch.tensor([*PROMPT, *GOOD]), torch.tensor([0, 7]))
+    with torch.no_grad():
+        expected = (policy.logits(policy(tokens).hidden) / temperature).log_softmax(-1)
+    want = [expected[len(PROMPT) - 1 + i, token].item() for i, token in enumerate(GOOD)]
+    np.testing.assert_allclose(ours[len(PROMPT) :], want, atol=1e-5)

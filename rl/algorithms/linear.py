@@ -1,0 +1,138 @@
+"""Log-probability, entropy and reverse KL straight from hidden states, a chunk of rows at a time.
+
+With a vocabulary of 129,280 the logits of a batch are larger than the model's activations. Here they exist
+for one chunk only, in the forward pass and again in the backward pass, where they are computed anew; the
+gradient of the head is summed up chunk by chunk. The results are those of the plain formulas.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_ELEMENTS = 1 << 24
+"""Logits held at once: 64 MiB in float32."""
+
+
+def linear_logprobs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, temperature: float = 1.0, limit: int = CHUNK_ELEMENTS
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability and entropy of softmax(hidden weight^T / temperature), without all its logits.
+
+    Args:
+        hidden: [m, d].
+        weight: [V, d], the head.
+        labels: int64 [m].
+        temperature: divides the logits.
+        limit: most elements of logits held at once.
+
+    Returns:
+        Log-probabilities of the labels [m], entropies in nats [m], both float32, and whether the label is the
+        most likely token, bool [m].
+    """
+    return _LinearLogprobs.apply(hidden, weight, labels, temperature, limit)  # type: ignore[no-any-return]
+
+
+def linear_reverse_kl(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    *,
+    temperature: float = 1.0,
+    limit: int = CHUNK_ELEMENTS,
+) -> Tensor:
+    """Exact KL(pi_student || pi_teacher) over the whole vocabulary: sum_v p (log p - log q), float32 [m].
+
+    The teacher's width may differ from the student's ([m, d_T] and [V, d_T]); the vocabulary may not. The
+    teacher gets no gradient.
+    """
+    if weight.shape[0] != teacher_weight.shape[0]:
+        raise ValueError(
+            f"the student has {weight.shape[0]} tokens, the teacher {teacher_weight.shape[0]}; an exact KL "
+            "needs one vocabulary: choose a teacher with the student's tokenizer"
+        )
+    return _LinearReverseKL.apply(  # type: ignore[no-any-return]
+        hidden, weight, teacher_hidden.detach(), teacher_weight.detach(), temperature, limit
+    )
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, limit: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(hidden, weight, labels)
+        ctx.temperature, ctx.rows = temperature, _rows(weight, limit)
+        logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
+        entropy, correct = torch.empty_like(logprobs), torch.empty_like(labels, dtype=torch.bool)
+        for part in _parts(len(hidden), ctx.rows):
+            log_p = _distribution(hidden[part], weight, temperature)
+            logprobs[part] = log_p.gather(1, labels[part, None])[:, 0]
+            correct[part] = log_p.argmax(1) == labels[part]
+            entropy[part] = -(log_p.exp() * log_p).sum(1)
+        ctx.mark_non_differentiable(correct)
+        return logprobs, entropy, correct
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # pyright: ignore
+        hidden, weight, labels = ctx.saved_tensors
+        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
+        for part in _parts(len(hidden), ctx.rows):
+            log_p = _distribution(hidden[part], weight, ctx.temperature)
+            p = log_p.exp()
+            entropy = -(p * log_p).sum(1, keepdim=True)
+            # d log p_y / d z = 1_y - p;  d H / d z = -p (log p + H)
+            grad = -p * (grads[0][part, None] + grads[1][part, None] * (log_p + entropy))
+            grad.scatter_add_(1, labels[part, None], grads[0][part, None].to(grad.dtype))
+            _accumulate(grad / ctx.temperature, hidden, weight, part, grad_hidden, grad_weight)
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+
+
+class _LinearReverseKL(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, other: Tensor, head: Tensor, temperature: float, limit: int
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight, other, head)
+        ctx.temperature, ctx.rows = temperature, _rows(weight, limit)
+        out = hidden.new_empty(len(hidden), dtype=torch.float32)
+        for part in _parts(len(hidden), ctx.rows):
+            log_p = _distribution(hidden[part], weight, temperature)
+            log_q = _distribution(other[part], head, temperature)
+            out[part] = (log_p.exp() * (log_p - log_q)).sum(1)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:  # pyright: ignore
+        hidden, weight, other, head = ctx.saved_tensors
+        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
+        for part in _parts(len(hidden), ctx.rows):
+            log_p = _distribution(hidden[part], weight, ctx.temperature)
+            gap = log_p - _distribution(other[part], head, ctx.temperature)
+            p = log_p.exp()
+            # d KL / d z = p ((log p - log q) - KL)
+            grad = grads[0][part, None] * p * (gap - (p * gap).sum(1, keepdim=True))
+            _accumulate(grad / ctx.temperature, hidden, weight, part, grad_hidden, grad_weight)
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+
+
+def _rows(weight: Tensor, limit: int) -> int:
+    return max(1, limit // len(weight))
+
+
+def _parts(count: int, rows: int) -> list[slice]:
+    return [slice(start, start + rows) for start in range(0, count, rows)]
+
+
+def _distribution(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    return torch.log_softmax(hidden.float() @ weight.float().T / temperature, dim=1)
+
+
+def _accumulate(
+    grad: Tensor, hidden: Tensor, weight: Tensor, part: slice, grad_hidden: Tensor, grad_weight: Tensor
+) -> None:
+    grad_hidden[part] = (grad @ weight.float()).to(grad_hidden.dtype)
+    grad_weight.addmm_(grad.T, hidden[part].float())

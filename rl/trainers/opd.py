@@ -1,0 +1,159 @@
+"""On-policy distillation: the student follows, on its own samples, the teacher each is routed to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from model.policy import PackedTokens, Policy, PolicyOutput
+from rl.algorithms import AlgorithmConfig, LossInputs, objective
+from rl.algorithms.linear import linear_logprobs, linear_reverse_kl
+from rl.algorithms.opd import sampled_advantages
+from rl.trainers.base import Trainer
+from rl.trainers.optim import OptimizerConfig
+from rl.trainers.packing import MicroBatch, micro_batches
+from rl.trainers.teachers import TaughtSample, Teachers
+
+_SAMPLED = AlgorithmConfig(corrections=())
+
+
+def _optimizer() -> OptimizerConfig:
+    return OptimizerConfig(learning_rate=3e-4, warmup_steps=10)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OPDConfig:
+    """Settings of the distillation.
+
+    Attributes:
+        steps: optimiser steps, which a decaying schedule spans.
+        objective: `exact` reverse KL over the vocabulary, or `sampled`: its one-token estimate as advantage.
+        weights: weight of each teacher's samples; 1 where not named.
+        temperature: the sampler's.
+        token_budget: most tokens of a micro-batch.
+        optimizer: rates and schedule.
+        fake_quant: whether keys are rounded as the sampler's caches store them.
+        balance_coef: weight of the sequence-level balance loss.
+        indexer_coef: weight of the indexers' KL loss.
+    """
+
+    steps: int = 100
+    objective: str = "exact"
+    weights: Mapping[str, float] = field(default_factory=dict)
+    temperature: float = 1.0
+    token_budget: int = 8192
+    optimizer: OptimizerConfig = field(default_factory=_optimizer)
+    fake_quant: bool = True
+    balance_coef: float = 0.0
+    indexer_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.objective not in ("exact", "sampled"):
+            raise ValueError(f"objective is {self.objective!r}; it is 'exact' or 'sampled'")
+        if self.temperature <= 0 or min(self.weights.values(), default=0.0) < 0:
+            raise ValueError("temperature must be positive and the teachers' weights not negative")
+
+
+class OPDTrainer(Trainer):
+    """Trains a student on taught samples, one optimiser step a call."""
+
+    kind: ClassVar[str] = "opd"
+
+    def __init__(self, policy: Policy, config: OPDConfig, teachers: Teachers) -> None:
+        super().__init__(
+            policy,
+            config.optimizer,
+            total_steps=config.steps,
+            token_budget=config.token_budget,
+            fake_quant=config.fake_quant,
+            temperature=config.temperature,
+            balance_coef=config.balance_coef,
+            indexer_coef=config.indexer_coef,
+        )
+        self.config, self.teachers = config, teachers
+
+    def step(self, taught: Sequence[TaughtSample]) -> dict[str, float]:
+        """Takes one step; the loss is the mean over all trained tokens, each times its teacher's weight.
+
+        The batch is sorted by teacher, so that each head is fetched once and one is resident at a time.
+
+        Raises:
+            ValueError: There is nothing to learn from.
+            TeacherError: The teacher of a sample is no longer active.
+            NonFiniteLossError: The loss is not finite; the weights were not touched.
+        """
+        tokens = sum(len(item.sample) for item in taught)
+        trained = sum(item.sample.trained_tokens for item in taught)
+        if not trained:
+            raise ValueError("no sample of this step has a token to learn from; give it sampled trajectories")
+        self.policy.fake_quant = self.fake_quant
+        sums: Counter[str] = Counter()
+        load = torch.zeros((), device=self.policy.device)
+        for name, items, micro in self._by_teacher(taught):
+            output = self.policy(
+                PackedTokens(micro.token_ids, micro.cu_seqlens), indexer_loss=self.indexer_loss
+            )
+            loss, values = self._loss(name, items, micro, output)
+            loss = self.config.weights.get(name, 1.0) * loss / trained
+            self.require_finite(loss.detach(), [item.sample for item in items], "loss")
+            extra = self.auxiliary_loss(output.aux, len(items) / len(taught), len(micro.token_ids) / tokens)
+            (loss + extra).backward()
+            load = load + output.aux.expert_load.detach()
+            sums.update({"loss": loss.item(), "kl": values.sum().item(), f"sum.{name}": values.sum().item()})
+            sums.update({f"count.{name}": len(values)})
+        updated = self.update(load)
+        self.steps += 1
+        return {f"opd/{key}": value for key, value in (_summary(sums, trained) | updated).items()}
+
+    def _by_teacher(
+        self, taught: Sequence[TaughtSample]
+    ) -> Iterator[tuple[str, list[TaughtSample], MicroBatch]]:
+        for name in sorted({item.teacher for item in taught}):
+            items = [item for item in taught if item.teacher == name]
+            samples = [item.sample for item in items]
+            for micro in micro_batches(samples, self.token_budget, self.policy.device):
+                yield name, [items[i] for i in micro.indices], micro
+
+    def _loss(
+        self, name: str, items: Sequence[TaughtSample], micro: MicroBatch, output: PolicyOutput
+    ) -> tuple[Tensor, Tensor]:
+        """The summed loss of a micro-batch, and its reverse KL (exact, or its estimate) per trained token."""
+        positions = micro.loss_mask.nonzero()[:, 0]
+        hidden, labels = output.hidden[positions - 1], micro.token_ids[positions]
+        theirs = torch.from_numpy(np.concatenate([item.hidden for item in items])).to(hidden.device)
+        own, head = self.policy.head.weight, self.teachers.head(name).to(hidden.device)
+        assert isinstance(own, Tensor)
+        if self.config.objective == "exact":
+            kl = linear_reverse_kl(hidden, own, theirs, head, temperature=self.temperature)
+            return kl.sum(), kl.detach()
+        temperature = self.temperature
+        logprobs, _, _ = linear_logprobs(hidden, own, labels, temperature=temperature)
+        taught, _, _ = linear_logprobs(theirs, head, labels, temperature=temperature)
+        everywhere = torch.ones_like(labels, dtype=torch.bool)
+        advantages = sampled_advantages(taught, logprobs, everywhere)
+        sampler = micro.logprobs[positions]
+        inputs = LossInputs(
+            logprobs=logprobs,
+            sampler_logprobs=sampler,
+            old_logprobs=sampler,
+            advantages=advantages,
+            mask=everywhere,
+            versions=micro.versions[positions],
+            segment_ids=micro.segment_ids[positions],
+            segments=len(items),
+            current_version=self.version,
+        )
+        ones = torch.ones(len(items), device=hidden.device)
+        return objective(_SAMPLED, inputs, ones).loss, -advantages
+
+
+def _summary(sums: Mapping[str, float], trained: int) -> dict[str, float]:
+    names = [key.removeprefix("sum.") for key in sums if key.startswith("sum.")]
+    per_teacher = {f"kl.{name}": sums[f"sum.{name}"] / max(sums[f"count.{name}"], 1) for name in names}
+    return {"loss": sums["loss"], "kl": sums["kl"] / trained, "tokens.trained": float(trained), **per_teacher}

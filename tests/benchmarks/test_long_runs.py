@@ -1,0 +1,16 @@
+"""The benchmarks that take minutes; `make bench` runs them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(7200)]
+
+
+@pytest.mark.parametrize("module", ["calc", "kills", "engine", "policy_speed", "wal"])
+def test_benchmark_shows_what_it_claims(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", f"benchmarks.{module}"], check=False)
+    assert done.returncode == 0

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import pytest
+
+from rl.launch.compose import ConfigError, config_groups, load_config, nearest, valid_keys
+from rl.launch.config import RunConfig
+
+
+def problems(*overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides)
+    return str(caught.value).splitlines()
+
+
+def test_the_experiment_sets_what_it_says_and_overrides_win():
+    config = load_config(["experiment=calc", "trainer.steps=7", "run.seed=3"])
+    assert (config.env.name, config.model.preset, config.algorithm.group_size) == ("calc", "nano", 8)
+    assert (config.trainer.steps, config.run.seed) == (7, 3)
+
+
+def test_every_preset_of_every_group_is_valid():
+    groups = config_groups()
+    for place in range(max(map(len, groups.values()))):
+        chosen = [f"{group}={names[place % len(names)]}" for group, names in groups.items()]
+        load_config(chosen)
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+def test_a_misspelt_key_is_refused_also_with_plus_and_the_right_one_is_named(prefix: str):
+    spellings = {
+        "algo.group_sze": "algorithm.group_size",
+        "algorithm.group_sze": "algorithm.group_size",
+        "engine.temprature": "engine.temperature",
+        "sft.stepps": "sft.steps",
+        "trainer.optimizer.learning_rat": "trainer.optimizer.learning_rate",
+        "trainer.optimizer.warmup": "trainer.optimizer.warmup_steps",
+    }
+    lines = problems("experiment=calc", *(f"{prefix}{wrong}=8" for wrong in spellings))
+    told = [f"{wrong}: there is no such key; did you mean {right}?" for wrong, right in spellings.items()]
+    assert sorted(lines) == sorted(told)
+
+
+def test_one_inner_key_leaves_the_other_defaults_of_its_section():
+    config = load_config(["experiment=calc", "sft.optimizer.warmup_steps=5"])
+    assert config.sft.optimizer.warmup_steps == 5
+    assert config.sft.optimizer.muon_learning_rate == load_config([]).sft.optimizer.muon_learning_rate
+    assert config.sft.optimizer.decay == "cosine"
+
+
+def test_all_problems_are_told_at_once():
+    lines = problems(
+        "experiment=clc", "algo.group_sze=8", "engine.top_p=3", "trainer.steps=many", "loose", "~sft.steps"
+    )
+    assert [line.partition(":")[0] for line in lines] == [
+        "experiment=clc",
+        "loose",
+        "~sft.steps",
+        "algo.group_sze",
+        "trainer.steps",
+        "engine.top_p",
+    ]
+    assert "did you mean experiment=calc?" in lines[0]
+    assert "'many'" in lines[4]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["algorithm.group_size=1"], "reinforce_pp"),
+        (["algorithm.group_size=500"], "rollout.max_in_flight"),
+        (["algorithm.kl=k3"], "kl_coef"),
+        (["algorithm.tis_cap=2"], "no effect"),
+        (["trainer.temperature=0.5"], "engine.temperature"),
+        (["engine.max_completion_tokens=64"], "engine.max_tokens"),
+        (["rollout.max_total_tokens=100"], "engine.max_tokens"),
+        (["run.resume=true", "run.clean=true", "run.name=x"], "exclude each other"),
+        (["effort.levels=[0]"], "from 1 to 100"),
+        (["effort.levels=[]"], "at least one"),
+        (["rollout.staleness=-1"], "rollout.staleness"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_with_what_to_change(overrides: list[str], words: str):
+    assert words in "\n".join(problems("experiment=calc", *overrides))
+
+
+def test_shared_settings_are_written_once():
+    assert load_config(["experiment=calc", "engine.temperature=0.7"]).trainer.temperature == 0.7
+    assert load_config(["experiment=calc", "engine.max_tokens=90"]).rollout.max_total_tokens == 90
+
+
+def test_short_forms_of_run_settings():
+    config = load_config(["experiment=calc", "name=x", "seed=4", "resume=true"])
+    assert (config.run.name, config.run.seed, config.run.resume) == ("x", 4, True)
+
+
+def test_options_of_an_environment_are_free():
+    assert load_config(["experiment=calc", "env.options.highest=9"]).env.options == {"highest": 9}
+
+
+def test_a_name_that_is_like_nothing_gets_no_hint():
+    assert nearest("zzzz", list(valid_keys(RunConfig))) == ""
+
+
+def test_a_run_name_cannot_leave_the_root():
+    assert "run.name" in problems("experiment=calc", "run.name=../x")[0]
