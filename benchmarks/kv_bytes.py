@@ -2,11 +2,11 @@
 
     python -m benchmarks.kv_bytes [--config FILE]
 
-A packed cache with a few pages is allocated at the widths of a published `config.json` (the released model without
-one). Compressed keys cost a fixed number of bytes a token; the windows and the open groups a fixed number a sequence.
-From these the tables give what a sequence keeps on the accelerator, what of it is worth keeping in host memory
-(the encoder's windows) and on disk (compressed keys alone), and what a returning sequence has to fetch and replay.
-The last line is the figure for compressed keys.
+A packed cache with a few pages is allocated at the widths of a published `config.json` (the released model
+without one). Compressed keys cost a fixed number of bytes a token; the windows and the open groups a fixed
+number a sequence. The tables are computed from these sizes: what a sequence keeps on the accelerator, what of it
+is worth keeping in host memory (the encoder's windows) and on disk (compressed keys alone), and what a returning
+sequence would fetch and replay. The last line is the measured figure for compressed keys.
 """
 
 from __future__ import annotations
@@ -73,9 +73,8 @@ def print_lengths(sizes: CacheBytes) -> None:
     """What a sequence keeps, by its length and the tier."""
     print(f"a sequence: windows {sizes.window} B ({sizes.encoder_window} B before the decoder), ", end="")
     print(f"open groups {sizes.open_groups} B")
-    print(
-        f"{'tokens':>8} {'accelerator B':>14} {'host B':>9} {'disk B':>12} {'B/token':>8} {'window B/token':>15}"
-    )
+    names = f"{'accelerator B':>14} {'host B':>9} {'disk B':>12} {'B/token':>8} {'window B/token':>15}"
+    print(f"{'tokens':>8} {names}")
     for length in LENGTHS:
         resident, persistent = sizes.resident(length), sizes.persistent(length)
         print(
@@ -86,9 +85,8 @@ def print_lengths(sizes: CacheBytes) -> None:
 
 def print_hits(sizes: CacheBytes, window: int) -> None:
     """What a sequence that comes back has to fetch from each tier and to run again."""
-    print(
-        f"{'tokens':>8} {'hit':<22} {'disk B':>12} {'host B':>9} {'encoder replay':>15} {'decoder replay':>15}"
-    )
+    names = f"{'disk B':>12} {'host B':>9} {'encoder tokens':>15} {'decoder tokens':>15}"
+    print(f"{'tokens':>8} {'hit':<22} {names}")
     for length in LENGTHS:
         replay = min(window, length)
         keys = sizes.persistent(length)

@@ -174,10 +174,11 @@ class PackedGroupCache:
         """[B, width, c] the first entries of sequences that lie on the pages `rows` [B, pages]."""
         count = -(-width // self._page_groups)
         pages = self.storage.index_select(0, rows[:, :count].flatten())
-        split = self._codes.shape[1] * self._codes.shape[2]
-        shape = (rows.shape[0], count * self._page_groups, -1)
-        codes = pages[:, :split].reshape(shape)[:, :width]
-        scales = pages[:, split:].reshape(shape)[:, :width]
+        code_bytes, scale_bytes = self._codes.shape[2], self._scales.shape[2]
+        split = self._page_groups * code_bytes
+        shape = (rows.shape[0], count * self._page_groups)
+        codes = pages[:, :split].reshape(*shape, code_bytes)[:, :width]
+        scales = pages[:, split:].reshape(*shape, scale_bytes)[:, :width]
         return self._record.decode(codes, scales, self._dtype)
 
     def read(self, rows: Tensor, index: Tensor) -> Tensor:

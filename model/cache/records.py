@@ -52,11 +52,13 @@ class RecordFormat:
         """The inverse of `encode`: keys [..., c] as `dtype` (exact in float32 and bfloat16)."""
         if self.code_bits == 4:
             values = (
-                _nibble_pairs(codes.device).index_select(0, codes.flatten().int()).view(*codes.shape[:-1], -1)
+                _nibble_pairs(codes.device)
+                .index_select(0, codes.flatten().int())
+                .view(*codes.shape[:-1], 2 * codes.shape[-1])
             )
         else:
             values = codes.view(torch.float8_e4m3fn).float()
-        blocks = values.unflatten(-1, (scales.shape[-1], -1))
+        blocks = values.unflatten(-1, (scales.shape[-1], values.shape[-1] // scales.shape[-1]))
         return blocks.mul_(self._decode_scale(scales).unsqueeze(-1)).flatten(-2).to(dtype)
 
 
