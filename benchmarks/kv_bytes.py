@@ -4,9 +4,9 @@
 
 A packed cache with a few pages is allocated at the widths of a published `config.json` (the released model
 without one). Compressed keys cost a fixed number of bytes a token; the windows and the open groups a fixed
-number a sequence. The tables are computed from these sizes: what a sequence keeps on the accelerator, what of it
-is worth keeping in host memory (the encoder's windows) and on disk (compressed keys alone), and what a returning
-sequence would fetch and replay. The last line is the measured figure for compressed keys.
+number a sequence. The tables are computed from these sizes: what a sequence keeps on the accelerator, what
+of it is worth keeping in host memory (the encoder's windows) and on disk (compressed keys alone), and what a
+returning sequence would fetch and replay. The last line is the measured figure for compressed keys.
 """
 
 from __future__ import annotations
