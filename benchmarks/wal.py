@@ -3,8 +3,8 @@
     python -m benchmarks.wal [--seconds 5] [--tokens 5000000] [--folder DIR]
 
 Writing: `--concurrent` requests decode at `--rate` tokens a second in real time; overhead is the CPU time of
-this process per second with the log, less the same loop without it, and the delay that a step sees. Reading: a
-log of `--tokens` tokens, none of them consumed, is recovered, once with wide steps and once with narrow ones.
+this process per second with the log, less the same loop without it, and the delay that a step sees. Reading:
+a log of `--tokens` tokens, none of them consumed, is recovered, once with wide and once with narrow steps.
 Speeds are per second of one core's CPU time, which a busy machine distorts least. The last line holds the
 figures; the exit status is 1 when overhead is above 1 % or recovery below 100 MB/s.
 """

@@ -110,12 +110,13 @@ def sync_folder(folder: Path) -> None:
 def _kept(data: bytes, live: set[int], ended: set[int]) -> Iterator[bytes]:
     wanted = np.fromiter(live, np.uint32, len(live))
     for item in scan(data, Damage())[0]:
-        if item.kind == Kind.STEP:
-            version, rows = step_rows(data, item.start, item.end)
+        kind, start, end = item
+        if kind == Kind.STEP:
+            version, rows = step_rows(data, start, end)
             rows = rows[np.isin(rows["slot"], wanted)]
             if rows.size:
                 yield record(Kind.STEP, step_payload(version, rows))
-        elif item.kind != Kind.CONSUMED:
+        elif kind != Kind.CONSUMED:
             slot = next(slots_of(data, item))
-            if slot in (ended if item.kind == Kind.END else live):
-                yield record(Kind(item.kind), data[item.start : item.end])
+            if slot in (ended if kind == Kind.END else live):
+                yield record(Kind(kind), data[start:end])

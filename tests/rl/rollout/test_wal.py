@@ -336,6 +336,31 @@ def test_a_lost_frame_is_counted_and_its_samples_go_on_from_there(tmp_path: Path
     assert (recovery.damage.places, recovery.lost_tokens) == (1, 5)
 
 
+def test_rows_of_which_it_is_not_known_whether_they_count_are_not_used(tmp_path: Path) -> None:
+    log, a = TokenLog(tmp_path), assignment(0)
+    log.start(a)
+    for turn in range(2):
+        log.begin(a.session, turn, [1], new_branch=False)
+        for token in (11, 12):
+            log.on_step(frame([a.session], [token], turn))
+        log.turn(a.session, turn, 2, FinishReason.STOP)
+    log.close()
+    log = TokenLog(tmp_path)
+    sample = only(log.recovery)
+    second = replace(sample.turns[1], tokens=sample.turns[1].tokens[:1], finish=None)
+    log.resume(replace(sample, turns=(sample.turns[0], second)))
+    log.flush()
+    path = segments(tmp_path)[-1]
+    damaged = path.stat().st_size - 1
+    log.on_step(frame([a.session], [77], 1))
+    log.close()
+    data = bytearray(path.read_bytes())
+    data[damaged] ^= 1
+    path.write_bytes(data)
+    turns = only(reopen(tmp_path)).turns
+    assert [turn.token_ids for turn in turns] == [(11, 12), ()]
+
+
 def test_a_segment_with_a_damaged_header_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
     for group in range(2):
         log, a = TokenLog(tmp_path), assignment(group)
