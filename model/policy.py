@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from model.balance import BALANCE_SPEED, balance_loss, expert_load, move_bias
 from model.batch import Batch, PackedTokens, Trace
-from model.cache.policy_cache import PolicyCache
+from model.cache.policy_cache import PolicyCache, Storage
 from model.config import PolicyConfig, VisionConfig
 from model.dspark import Drafter
 from model.initialization import initialize
@@ -153,9 +153,20 @@ class Policy(nn.Module):
             return F.linear(hidden.float(), weight.float())
         return F.linear(hidden, weight)
 
-    def new_cache(self, max_sequences: int, max_tokens: int) -> PolicyCache:
-        """An empty cache for `max_sequences` sequences of up to `max_tokens` tokens each."""
-        cache = PolicyCache(self.config, max_sequences, max_tokens, self.norm.weight.dtype, self.device)
+    def new_cache(
+        self, max_sequences: int, max_tokens: int, *, storage: Storage = "dense", pages: int | None = None
+    ) -> PolicyCache:
+        """An empty cache for `max_sequences` sequences of up to `max_tokens` tokens each.
+
+        Args:
+            max_sequences: slots.
+            max_tokens: longest sequence.
+            storage: "dense" (floats, fastest on a CPU) or "packed" (paged records; needs `fake_quant`). Both
+                give the same results.
+            pages: packed only: pages of compressed keys; None: as many as full slots can need.
+        """
+        dtype = self.norm.weight.dtype
+        cache = PolicyCache(self.config, max_sequences, max_tokens, dtype, self.device, storage, pages)
         if self.config.engram_layer_ids:
             cache.blank_tail = int(self._pad_id())
         return cache
@@ -184,15 +195,20 @@ class Policy(nn.Module):
             [B, d], the head's input for the last new token of each sequence.
 
         Raises:
-            CacheFull: a sequence would outgrow its slot; nothing has been written.
-            ValueError: a slot is not allocated or appears twice, or a length is out of range.
+            CacheFull: a sequence would outgrow its slot, or pages run out; nothing has been written.
+            ValueError: a slot is not allocated or appears twice, a length is out of range, or the cache is
+                packed and `fake_quant` is off.
         """
         slot_list, length_list = slots.tolist(), lengths.tolist()
         if not length_list or min(length_list) < 1 or max(length_list) > token_ids.shape[1]:
             raise ValueError(
                 f"lengths must be 1 .. {token_ids.shape[1]} (the columns of token_ids), got {length_list}"
             )
-        cache.check_room(slot_list, length_list)
+        if cache.storage == "packed" and not self.fake_quant:
+            raise ValueError(
+                "a packed cache holds rounded keys: set policy.fake_quant, or make a dense cache"
+            )
+        cache.make_room(slot_list, length_list)
         batch = Batch.of_cached(cache, slots, length_list, self.config.sliding_window, trace)
         row = batch.rows[0]
         packed = row.unpad(token_ids[:, : row.length])

@@ -173,8 +173,9 @@ class Controller:
 
     async def checkpoint(self) -> None:
         """Makes the current frontier durable, then lets the token log forget what lies before it."""
-        await self.learner.save(self.first_step + self.version, self.state_dict())
-        used, self._used = self._used, []
+        state, used = self.state_dict(), self._used
+        self._used = []
+        await self.learner.save(self.first_step + self.version, state)
         await self.generator.consumed(used)
 
     def state_dict(self) -> dict[str, Any]:

@@ -143,9 +143,8 @@ class Attention(nn.Module):
         pending = None if cache is None else cache.pending.get(self.layer)
         latent = self.compressor.pool(projected, rows, plan, pending, self.wkv.weight.dtype)
         rotation = rows.group_rotation(self.ratio, self.frequencies)
-        main = rotate(latent, rotation)
-        if options.fake_quant:
-            main = straight_through(main, round_main)
+        exact = rotate(latent, rotation)
+        main = straight_through(exact, round_main) if options.fake_quant else exact
         with torch.set_grad_enabled(options.supervision is not None and torch.is_grad_enabled()):
             index_keys = self.indexer.keys(latent.detach(), rotation, options.fake_quant)
         if trace is not None:
@@ -154,8 +153,8 @@ class Attention(nn.Module):
                 trace.record(f"layers.{self.layer}.{name}", value)
         if cache is None or rows.target is None:
             return Globals(TensorKeys(main), TensorKeys(index_keys))
-        cache.main[self.layer].append(plan, main)
-        cache.index_keys[self.layer].append(plan, index_keys)
+        cache.main[self.layer].append(plan, exact, main)
+        cache.index_keys[self.layer].append(plan, index_keys, index_keys)
         slots = rows.target.slots
         return Globals(
             cache.main[self.layer].gather(slots, plan.width),
