@@ -52,7 +52,9 @@ class Costs:
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("decode_base_s", "prefill_tokens_per_s"):
             self._require(name, getattr(self, name) > 0, "greater than 0")
-        self._require("in_flight", self.in_flight >= self.group_size, f"at least group_size={self.group_size}")
+        self._require(
+            "in_flight", self.in_flight >= self.group_size, f"at least group_size={self.group_size}"
+        )
         self._require("sandbox_failure", self.sandbox_failure < 1, "a share below 1")
         self._require("kv_on_update", self.kv_on_update in ("keep", "recompute"), "'keep' or 'recompute'")
 

@@ -65,7 +65,9 @@ class Simulation:
         """Handles the next event."""
         replica = self.fleet.next_end()
         timer = self._timers[0][0] if self._timers else float("inf")
-        assert min(timer, replica.next_end) < float("inf"), f"nothing will ever happen again ({self.rule.name})"
+        assert min(timer, replica.next_end) < float("inf"), (
+            f"nothing will ever happen again ({self.rule.name})"
+        )
         if timer < replica.next_end:
             self._pass(timer)
             _, _, kind, sample = heapq.heappop(self._timers)

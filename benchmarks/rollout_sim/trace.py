@@ -132,9 +132,7 @@ def _block(
 ) -> Block:
     tools = rng.exponential(np.repeat(mean_s, turns)) + 60.0 * (rng.random(len(outputs)) < 0.01)
     first = [0, *np.cumsum(turns).tolist()]
-    return Block(
-        first, array("q", inputs.tolist()), array("q", outputs.tolist()), array("d", tools.tolist())
-    )
+    return Block(first, array("q", inputs.tolist()), array("q", outputs.tolist()), array("d", tools.tolist()))
 
 
 class FileTrace:
