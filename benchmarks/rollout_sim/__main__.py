@@ -24,60 +24,21 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.rollout_sim.costs import Costs, InputError, load_costs
+from benchmarks.rollout_sim.jobs import Job, Runner, curve, run_job
 from benchmarks.rollout_sim.report import Curve, draw, judge, table
 from benchmarks.rollout_sim.schedulers import RULES
-from benchmarks.rollout_sim.simulate import Simulation
-from benchmarks.rollout_sim.stats import Result, histogram, pool
-from benchmarks.rollout_sim.trace import AgentTrace, FileTrace, LongTailTrace, Trace, Work, load_trace
+from benchmarks.rollout_sim.stats import histogram, pool
+from benchmarks.rollout_sim.trace import Work, load_trace
 
 _ALPHAS = (1.2, 1.5, 2.0, 3.0)
 _CURVE_RULES = ("barrier", "areal", "ours")
 _AGENT_COSTS = Costs(slots=16, groups_per_step=8, in_flight=128, kv_tokens=8_000_000)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One run, small enough to send to another process: `alpha` is the tail's, 0 means an agent's trace."""
-
-    rule: str
-    costs: Costs
-    seed: int
-    steps: int
-    warm_up: int
-    alpha: float = 2.0
-    file: tuple[Work, ...] = ()
-
-    def trace(self) -> Trace:
-        """The samples of this run."""
-        if self.file:
-            return FileTrace(list(self.file), self.seed)
-        return LongTailTrace(self.seed, alpha=self.alpha) if self.alpha else AgentTrace(self.seed)
-
-
-def run_job(job: Job) -> Result:
-    """Simulates one run."""
-    rule = RULES[job.rule](job.costs)  # type: ignore[call-arg]
-    return Simulation(job.costs, job.trace(), rule, steps=job.steps, warm_up=job.warm_up).run()
-
-
-Runner = Callable[[Sequence[Job]], list[Result]]
-
-
-def curve(run: Runner, jobs: Sequence[tuple[float, Job]], others: Sequence[str]) -> Curve:
-    """The ratio of ours to other rules over a setting; `jobs` are one of ours each, with the setting."""
-    every = [replace(job, rule=rule) for _, job in jobs for rule in ("ours", *others)]
-    rates = [result.tokens_per_s for result in run(every)]
-    width = 1 + len(others)
-    return {
-        f"against {rule}": [(x, rates[i * width] / rates[i * width + k]) for i, (x, _) in enumerate(jobs)]
-        for k, rule in enumerate(others, 1)
-    }
 
 
 def show(run: Runner, options: argparse.Namespace, costs: Costs, file: tuple[Work, ...]) -> int:
@@ -111,8 +72,8 @@ def show(run: Runner, options: argparse.Namespace, costs: Costs, file: tuple[Wor
     for text in verdict.missed:
         print(f"MISSED: {text}")
     print(
-        f"against '{verdict.best_other}' {verdict.against_other:.2f}; ks of resume {verdict.ks:.4f}, of restart "
-        f"{verdict.ks_restart:.4f}, sampling noise (1 %) {verdict.noise:.4f}"
+        f"against '{verdict.best_other}' {verdict.against_other:.2f}; ks of resume {verdict.ks:.4f}, of "
+        f"restart {verdict.ks_restart:.4f}, sampling noise (1 %) {verdict.noise:.4f}"
     )
     print(f"speedup {verdict.speedup:.2f} idle {100 * verdict.idle:.1f}% ks {verdict.ks:.4f}")
     return 1 if verdict.missed else 0

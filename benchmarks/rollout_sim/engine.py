@@ -88,7 +88,7 @@ class Replica:
         return cached, computed
 
     def ended(self) -> Iterator[Sample]:
-        """Takes out the requests whose last token is sampled, and keeps their caches if their samples go on."""
+        """Takes out requests whose last token is sampled; keeps their caches if their samples go on."""
         while self.running and self.running[0][0] <= self.clock + _SLACK:
             sample = heapq.heappop(self.running)[2]
             context = _final_context(sample)
@@ -133,7 +133,7 @@ class Replica:
 
 
 class Fleet:
-    """All replicas: routes a turn to its cache, else to a free slot, else to the queue (turns before samples)."""
+    """All replicas: a turn goes to its cache, else to a free slot, else to a queue; turns come first."""
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
@@ -170,13 +170,13 @@ class Fleet:
         replica.advance(now)
         ended = []
         for sample in replica.ended():
-            sample.add(self.version, int(round(replica.clock - sample.begun)))
+            sample.add(self.version, round(replica.clock - sample.begun))
             ended.append(sample)
         self.fill(replica, now)
         return ended
 
     def fill(self, replica: Replica, now: float) -> None:
-        """Starts queued turns: of this replica, of new samples, then of the replica with the longest queue."""
+        """Starts queued turns: of this replica, of new samples, then of the longest other queue."""
         while replica.free:
             longest = max(self.replicas, key=_queued)
             queue = replica.turns or self.waiting or longest.turns
@@ -186,7 +186,7 @@ class Fleet:
         replica.schedule()
 
     def update(self, version: int, now: float) -> None:
-        """Publishes weights: all requests stop at a token boundary, pause, and go on under the new version."""
+        """Publishes weights: requests stop at a token boundary, pause, and go on under the new version."""
         for replica in self.replicas:
             replica.advance(now)
             for _, _, sample in replica.running:

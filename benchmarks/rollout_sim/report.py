@@ -60,7 +60,7 @@ def ks_of(result: Result, source: np.ndarray) -> float:
 
 
 def table(results: Mapping[str, Result], source: np.ndarray | None = None) -> str:
-    """One row a rule: rates, idle times, lags in steps, waste, live samples, and length bias if a source is given."""
+    """One row a rule: rates, idle times, lags in steps, waste, live samples, and length bias."""
     lines = [
         f"{'rule':<20}{'tok/s':>8}{'x':>6}{'smp/s':>7}{'idle%':>7}{'cv':>6}{'wait%':>7}{'lag95':>6}{'max':>4}"
         f"{'mask%':>7}{'waste%':>8}{'hit%':>6}{'live':>6}{'ks':>8}{'early':>7}"

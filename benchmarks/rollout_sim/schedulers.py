@@ -1,16 +1,16 @@
 """The rules: each says which groups start when, and nothing else.
 
-All but the last two keep their own books in a few lines; ours is the product's `rl.rollout.dispatch.Dispatcher`
-itself. All rules but the barriers let samples run on through weight updates, all mask tokens beyond the same
-staleness bound, and all have the same engines and the same limit on live samples. Sources of the rules: SkyRL's
-fully asynchronous trainer and slime's (a worker or permit holds its group until the slowest member ends),
-AReaL (arXiv 2505.24298, `StalenessManager.get_capacity`, where a permit is an episode, i.e. a group), and
+The others keep their own books in a few lines; ours is the product's `rl.rollout.dispatch.Dispatcher` itself.
+All rules but the barriers let samples run on through weight updates, all mask tokens beyond the same
+staleness bound, and all have the same engines and the same limit on live samples. Sources of the rules:
+SkyRL's fully asynchronous trainer and slime's (a worker or permit holds its group until the slowest member
+ends), AReaL (arXiv 2505.24298, `StalenessManager.get_capacity`, where a permit is an episode, i.e. a group), and
 prompt-level dispatch as DeepSeek-V4.1 describes what it left behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from benchmarks.rollout_sim.costs import Costs
@@ -163,7 +163,7 @@ class PromptLevel(_Groups):
 
 
 class Trajectories(Areal):
-    """For reference: AReaL's capacity counted in single samples, members started one by one (as in prime-rl)."""
+    """For reference: AReaL's capacity counted in samples, members started one by one (as in prime-rl)."""
 
     name = "per-sample permits"
 
@@ -246,7 +246,7 @@ class OursRestarting(Ours):
     restarts = True
 
 
-RULES: dict[str, type[Scheduler]] = {
+RULES: dict[str, Callable[[Costs], Scheduler]] = {
     rule.name: rule
     for rule in (Barrier, OneStepOff, GroupAsync, Areal, PromptLevel, Ours, OursRestarting, Trajectories)
 }

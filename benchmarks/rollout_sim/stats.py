@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -102,7 +102,6 @@ def pool(results: list[Result]) -> Result:
     return total
 
 
-_SUMS = (
-    "seconds total_s steps samples tokens masked wasted busy concurrency concurrency2 trainer_busy_s "
-    "dropped_groups cached_tokens computed_tokens"
-).split()
+_SUMS = [
+    f.name for f in fields(Result) if f.type in ("int", "float") and f.name not in ("slots", "peak_live")
+]

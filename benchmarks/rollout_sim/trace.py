@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.rollout_sim.costs import InputError, read_json
 
 _BLOCK = 256
-_BLOCKS_KEPT = 64
+_BLOCKS_KEPT = 8
 _FORMAT = 1
 
 
@@ -88,10 +88,10 @@ class SyntheticTrace:
 
 
 class LongTailTrace(SyntheticTrace):
-    """Reasoning with tools. Log-normal lengths (median 2k, sigma 1) with a Pareto tail on 2 % above 8k tokens.
+    """Reasoning with tools: log-normal lengths (median 2k, sigma 1), 2 % of them a Pareto tail above 8k.
 
-    Lengths end at 64k tokens. A tool is called after every `turn_tokens` tokens: exponential, of a mean that a
-    sample draws from 0.2 to 5 s, and 1 % of the calls take 60 s more.
+    Lengths end at 64k tokens. A tool is called after every `turn_tokens` tokens: exponential, of a mean that
+    a sample draws from 0.2 to 5 s, and 1 % of the calls take 60 s more.
     """
 
     def __init__(self, seed: int, *, alpha: float = 2.0, turn_tokens: int = 2048) -> None:
@@ -136,7 +136,7 @@ def _block(
 
 
 class FileTrace:
-    """Samples of a file, in its order and again from the start; a restarted sample draws another of the file."""
+    """Samples of a file, in its order and again from the start; a restarted sample draws another of them."""
 
     def __init__(self, samples: list[Work], seed: int) -> None:
         self._samples, self._seed = samples, seed
@@ -176,8 +176,8 @@ def _sample(path: Path, number: int, sample: object) -> Work:
     tools = _numbers(where, "tool_s", sample["tool_s"], float, 0)
     if not outputs or len(inputs) != len(outputs) or len(tools) != len(outputs) - 1:
         raise InputError(
-            f"{where} has {len(inputs)} input, {len(outputs)} output and {len(tools)} tool_s entries; it needs "
-            "n, n and n - 1 for its n >= 1 turns"
+            f"{where} has {len(inputs)} input, {len(outputs)} output and {len(tools)} tool_s entries; it "
+            "needs n, n and n - 1 for its n >= 1 turns"
         )
     return Work(array("q", inputs), array("q", outputs), array("d", tools))
 
