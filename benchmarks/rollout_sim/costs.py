@@ -18,9 +18,9 @@ class Costs:
 
     A decode step of b requests takes `decode_base_s + decode_per_request_s * b`; prefill stops decoding on
     its replica. `kv_tokens` bounds a replica's cached tokens: running turns are reserved, waiting samples'
-    caches are evicted, oldest first. `in_flight` bounds live samples (each holds a sandbox and a cache) for every
-    rule; a rule that counts groups holds `group_size` places for an open group. `staleness` is in optimiser
-    steps. `sandbox_failure` is the share of created sandboxes that fail; their samples are tried again.
+    caches are evicted, oldest first. `in_flight` bounds live samples (each holds a sandbox and a cache) for
+    every rule; a rule that counts groups holds `group_size` places for an open group. `staleness` counts
+    optimiser steps. `sandbox_failure` is the share of created sandboxes that fail; their samples are tried again.
     """
 
     replicas: int = 4

@@ -4,8 +4,8 @@ The others keep their own books in a few lines; ours is the product's `rl.rollou
 All rules but the barriers let samples run on through weight updates, all mask tokens beyond the same
 staleness bound, and all have the same engines and the same limit on live samples. Sources of the rules:
 SkyRL's fully asynchronous trainer and slime's (a worker or permit holds its group until the slowest member
-ends), AReaL (arXiv 2505.24298, `StalenessManager.get_capacity`, where a permit is an episode, i.e. a group), and
-prompt-level dispatch as DeepSeek-V4.1 describes what it left behind.
+ends), AReaL (arXiv 2505.24298, `StalenessManager.get_capacity`, where a permit is an episode, i.e. a group),
+and prompt-level dispatch as DeepSeek-V4.1 describes what it left behind.
 """
 
 from __future__ import annotations
