@@ -1,0 +1,1 @@
+"""Seven ways to schedule rollouts, on identical traces, in virtual time; run it as a module."""
