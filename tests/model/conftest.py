@@ -8,8 +8,8 @@ from model.policy import Policy
 
 
 @pytest.fixture(autouse=True)
-def _two_threads():
-    torch.set_num_threads(2)
+def _one_thread():
+    torch.set_num_threads(1)
 
 
 @pytest.fixture

@@ -63,7 +63,11 @@ def _only_layer(policy, document, variant, layer):
     options = RunOptions(False, 1024, supervision)
     with torch.no_grad():
         policy._run(
-            document.token_ids, batch, policy._document_engram(document.token_ids, batch), None, options
+            policy._embed(document.token_ids, None),
+            batch,
+            policy._document_engram(document.token_ids, batch),
+            None,
+            options,
         )
     return float(supervision.sums[layer] / supervision.counts[layer])
 
