@@ -1,1 +1,1 @@
-"""TODO package docstring."""
+"""What the project publishes as figures: each file prints its own, last, and exits non-zero on a miss."""

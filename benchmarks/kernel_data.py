@@ -33,7 +33,7 @@ def normal(
 
 
 def selection(queries: int, entries: int, kind: str, topk: int = TOPK, device: str = "cuda") -> Tensor:
-    """Distinct ascending rows [T, K]: "random", or "drift" where 80 % are shared by 64 neighbouring queries."""
+    """Distinct ascending rows [T, K]: "random", or "drift" (64 neighbouring queries share 80 %)."""
     picks = torch.randint(0, entries, (queries, 2 * topk), device=device)
     if kind == "drift":
         base = torch.randint(0, entries, (queries // 64 + 1, 2 * topk), device=device)

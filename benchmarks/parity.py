@@ -20,8 +20,11 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.parity_data import Case, ModelFile
+from benchmarks.parity_extras import check_drafter, check_images
+from benchmarks.parity_layers import LayerRun, check_quantised_decode
 from benchmarks.parity_model import CleanRun, check_decode
 from benchmarks.parity_vectors import check_engram, check_formats, check_mhc, check_rope
+from model.chat.oracle import check_cases
 from model.checkpoint import CheckpointError
 
 _VECTORS: dict[str, Callable[[dict[str, Any]], list[Case]]] = {
@@ -29,6 +32,10 @@ _VECTORS: dict[str, Callable[[dict[str, Any]], list[Case]]] = {
     "mhc": check_mhc,
     "rope": check_rope,
     "engram": check_engram,
+}
+_COMPANIONS: dict[str, Callable[[ModelFile, str, dict[str, torch.Tensor]], list[Case]]] = {
+    "dspark": check_drafter,
+    "image": check_images,
 }
 
 
@@ -66,12 +73,15 @@ class Folder:
         if clean:
             yield from CleanRun.of(model).cases()
         else:
-            yield Case(f"{file.stem} layers", False, "quantised files are not covered")
+            yield from LayerRun(model).cases()
 
     def _vectors(self, stem: str, data: dict[str, Any]) -> Iterator[Case]:
         kind = stem.rsplit("_", 1)[-1]
         if kind in _VECTORS:
             yield from _VECTORS[kind](data)
+        elif kind == "chat" and not self.text_only:
+            for result in check_cases(data):
+                yield Case(f"chat {result.name}", result.passed, result.detail)
         elif not self.text_only:
             yield Case(stem, False, "no check for this file")
 
@@ -82,15 +92,26 @@ class Folder:
             for key, value in sorted(load_file(file).items()):
                 yield from self._decode(prefix, key, value)
         elif not self.text_only:
-            yield Case(file.stem, False, "no check for this file")
+            yield from self._clean_companion(kind, prefix, file)
+
+    def _clean_companion(self, kind: str, prefix: str, file: Path) -> Iterator[Case]:
+        """The drafter and images, which use the weights of the unquantised model."""
+        model = self.models.get(f"{prefix}clean_fp32")
+        if kind not in _COMPANIONS or model is None:
+            yield Case(file.stem, False, "no check for this file, or no model file that it belongs to")
+        else:
+            yield from _COMPANIONS[kind](model, file.stem, load_file(file))
 
     def _decode(self, prefix: str, key: str, expected: torch.Tensor) -> Iterator[Case]:
         name = key.split(".", 1)[0]
         model = self.models.get(name) or self.models.get(prefix + name)
-        if model is not None and model.clean:
+        if model is None:
+            if not self.text_only:
+                yield Case(f"decode {key}", False, "no model file that it belongs to")
+        elif model.clean:
             yield check_decode(model, key, expected)
-        elif not self.text_only:
-            yield Case(f"decode {key}", False, "no check for this file")
+        else:
+            yield check_quantised_decode(model, key, expected)
 
 
 def main() -> int:

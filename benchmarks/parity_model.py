@@ -21,8 +21,11 @@ _CHOICES = {"router_ids": "router_margin", "index_topk": "index_margin", "candid
 class CleanRun:
     """One traced forward pass over a model file's tokens, and the reference beside it."""
 
-    def __init__(self, file: ModelFile, reference: dict[str, Tensor], trace: Trace, logits: Tensor) -> None:
+    def __init__(
+        self, file: ModelFile, reference: dict[str, Tensor], trace: Trace, logits: Tensor, name: str
+    ) -> None:
         self.file, self.reference, self.ours, self.logits = file, reference, trace.values, logits
+        self.name = name
         self.batch, self.length = reference["in.ids"].shape
         self.agree = torch.ones(self.batch, self.length, dtype=torch.bool)
 
@@ -34,11 +37,11 @@ class CleanRun:
         tokens = PackedTokens(ids.flatten(), torch.arange(ids.shape[0] + 1) * ids.shape[1])
         with torch.inference_mode():
             logits = file.policy.logits(file.policy(tokens, trace=trace).hidden)
-        return CleanRun(file, file.tensors, trace, logits)
+        return CleanRun(file, file.tensors, trace, logits, file.stem)
 
     def cases(self) -> list[Case]:
         """All checks; the order matters, since choices decide which rows the values are compared over."""
-        name = self.file.stem
+        name = self.name
         layers = sorted(
             {int(match[1]) for key in self.reference if (match := re.match(r"tap\.layers\.(\d+)\.", key))}
         )

@@ -115,7 +115,7 @@ def _site_update(site: HyperConnection, number: int, entry: dict[str, Any]) -> C
             if value.dtype == torch.bfloat16
             else 1e-6
         )
-        error = (value.float() - expected).abs()
+        error = (value.detach().float() - expected).abs()
         passed, largest = passed and bool((error <= step).all()), max(largest, float(error.max()))
     return Case(f"mhc site update {number} ({entry['dtype']})", passed, f"worst {largest:.1e}")
 

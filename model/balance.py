@@ -14,12 +14,12 @@ BALANCE_SPEED = 0.001
 
 
 @torch.no_grad()
-def expert_load(routings: Sequence[Routing], experts: int) -> Tensor:
-    """[layers, experts] how many tokens chose each expert, float32."""
-    chosen = torch.stack([routing.expert_ids.flatten() for routing in routings])
-    return torch.zeros(len(routings), experts, device=chosen.device).scatter_add_(
-        1, chosen, torch.ones((), device=chosen.device).expand(chosen.shape)
-    )
+def expert_load(routings: Sequence[Routing], experts: int, counted: Tensor | None = None) -> Tensor:
+    """[layers, experts] how many tokens (those in `counted` [T], if given) chose each expert, float32."""
+    ids = [routing.expert_ids if counted is None else routing.expert_ids[counted] for routing in routings]
+    chosen = torch.stack([layer.flatten() for layer in ids])
+    ones = torch.ones((), device=chosen.device).expand(chosen.shape)
+    return torch.zeros(len(routings), experts, device=chosen.device).scatter_add_(1, chosen, ones)
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from model.rows import CacheTarget, Rows
 
 if TYPE_CHECKING:
     from model.cache.policy_cache import PolicyCache
+    from model.vision import ImageTokens
 
 _SAME_BUCKET_FACTOR = 2
 _SAME_BUCKET_SLACK = 32
@@ -25,6 +26,7 @@ class PackedTokens:
 
     token_ids: Tensor
     cu_seqlens: Tensor
+    images: ImageTokens | None = None
 
 
 class Trace:
@@ -53,6 +55,10 @@ class Batch:
         """Keep `value` when this pass is traced."""
         if self.trace is not None:
             self.trace.record(name, value)
+
+    def mark_images(self, images: ImageTokens | None) -> None:
+        """Tell the layers which tokens belong to images."""
+        self.image = None if images is None else images.types >= 0
 
     def merge(self, parts: list[Tensor]) -> Tensor:
         """Put together what each of `rows` computed for its tokens, in the order of the packed tokens."""

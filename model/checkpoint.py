@@ -138,7 +138,9 @@ def _published_parts(own: str, tensor: Tensor, config: PolicyConfig) -> list[tup
 def _encode(published: str, value: Tensor, config: PolicyConfig) -> list[tuple[str, Tensor]]:
     kind = storage(published, config)
     if kind is Storage.PLAIN:
-        return [(published, value)]
+        # Held in float32, published in the model's dtype.
+        narrow = published.endswith("confidence_head.proj.weight")
+        return [(published, value.to(getattr(torch, config.dtype)) if narrow else value)]
     if kind is Storage.FP4_ROWS:
         weight, scale = encode_fp4(value)
     else:

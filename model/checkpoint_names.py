@@ -7,7 +7,7 @@ tensor an expert and matrix, and flat names.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -86,3 +86,9 @@ def storage(published: str, config: PolicyConfig) -> Storage:
 def scale_name(published: str) -> str:
     """Name of the scales that belong to a quantised `published` tensor."""
     return published.removesuffix("weight") + "scale"
+
+
+def published_names(own_names: Iterable[str], config: PolicyConfig) -> set[str]:
+    """Names of all tensors of a checkpoint whose policy has the tensors `own_names`, scales included."""
+    names = {piece.published for own in own_names for piece in pieces(own, config)}
+    return names | {scale_name(name) for name in names if storage(name, config) is not Storage.PLAIN}

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from model.policy import Policy
 
 _OUTPUT_GAIN = 0.3
+_EMBEDDING_STD = 0.5
 _OUTPUTS = ("attn.wo_b.weight", "ffn.w2", "engram.wkv.weight")
 
 
@@ -45,13 +46,15 @@ def initialize(policy: Policy, seed: int) -> None:
     for name, parameter in policy.named_parameters():
         if name.endswith(("q_weight", "k_weight")):
             parameter.fill_(1.0)
-        elif name.endswith("attn_sink"):
+        elif name.endswith(("attn_sink", ".bias")):
             parameter.zero_()
+        elif name.startswith("image_"):
+            _normal(parameter, _EMBEDDING_STD, generator)
 
 
 def _std(name: str, parameter: nn.Parameter) -> float:
     if name == "embed.weight":
-        return 0.5
+        return _EMBEDDING_STD
     if name.endswith("engram.embed.weight"):
         return _OUTPUT_GAIN
     gain = 0.5 if name == "head.weight" else _OUTPUT_GAIN if name.endswith(_OUTPUTS) else 1.0

@@ -16,15 +16,17 @@ from torch.nn import functional as F
 from model.balance import BALANCE_SPEED, balance_loss, expert_load, move_bias
 from model.batch import Batch, PackedTokens, Trace
 from model.cache.policy_cache import PolicyCache
-from model.config import PolicyConfig
+from model.config import PolicyConfig, VisionConfig
+from model.dspark import Drafter
 from model.initialization import initialize
 from model.layers.attention import Globals, RunOptions
 from model.layers.block import Block
-from model.layers.engram_hash import EngramHash, look_back
+from model.layers.engram_hash import DEAD, EngramHash, look_back
 from model.layers.hyper_connections import collapse
 from model.layers.indexer_loss import Supervision, Variant
 from model.layers.moe import Routing
 from model.layers.norm import RMSNorm
+from model.vision import Aligner, ImageTokens, TokenType, VisionTower, place_images
 
 __all__ = ["PackedTokens", "Policy", "PolicyAux", "PolicyOutput"]
 
@@ -36,7 +38,9 @@ class PolicyAux:
     """What a forward pass says besides its output."""
 
     expert_load: Tensor
-    """[layers, experts] tokens routed to each expert, float32."""
+    """[layers, experts] text tokens routed to each expert, float32."""
+    image_expert_load: Tensor | None
+    """The same for tokens of image spans; None where there are none."""
     balance_loss: Tensor
     """Scalar: sequence-level balance loss, mean over documents, summed over layers, no coefficient."""
     indexer_loss: Tensor | None
@@ -67,6 +71,10 @@ class Policy(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.head = nn.Module()
         self.head.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype))
+        self.vision = self.aligner = None
+        if config.vision is not None:
+            self._add_vision(config, config.vision, dtype)
+        self.mtp = Drafter(config, dtype) if config.num_nextn_predict_layers else None
         self.engram_hash = EngramHash(config) if config.engram_layer_ids else None
         token_map = config.engram_token_map
         self.register_buffer(
@@ -75,6 +83,14 @@ class Policy(nn.Module):
         self.token_map: Tensor | None
         if not self.embed.weight.is_meta:
             self.reset_parameters(0)
+
+    def _add_vision(self, config: PolicyConfig, vision: VisionConfig, dtype: torch.dtype) -> None:
+        self.vision, self.aligner = VisionTower(vision, dtype), Aligner(config, vision, dtype)
+        for name in ("image_start", "image_newline", "image_end"):
+            setattr(self, name, nn.Parameter(torch.empty(config.hidden_size, dtype=dtype)))
+        self.image_start: nn.Parameter
+        self.image_newline: nn.Parameter
+        self.image_end: nn.Parameter
 
     @property
     def device(self) -> torch.device:
@@ -110,15 +126,25 @@ class Policy(nn.Module):
         if indexer_loss:
             supervision = Supervision("sparse" if indexer_loss is True else indexer_loss)
         options = RunOptions(self.fake_quant, self.dense_limit, supervision)
+        batch.mark_images(tokens.images)
         rows = self._document_engram(tokens.token_ids, batch)
-        streams, weights, routings = self._run(tokens.token_ids, batch, rows, None, options)
+        embedded = self._embed(tokens.token_ids, tokens.images)
+        streams, weights, routings = self._run(embedded, batch, rows, None, options)
         hidden = self.norm(collapse(weights, streams))
+        image, experts = batch.image, self.config.n_routed_experts
         aux = PolicyAux(
-            expert_load=expert_load(routings, self.config.n_routed_experts),
+            expert_load=expert_load(routings, experts, None if image is None else ~image),
+            image_expert_load=None if image is None else expert_load(routings, experts, image),
             balance_loss=balance_loss(routings, tokens.cu_seqlens),
             indexer_loss=None if supervision is None else supervision.total(),
         )
         return PolicyOutput(hidden, aux)
+
+    def encode_image(self, patches: Tensor, grid: tuple[int, int]) -> Tensor:
+        """[h * w, 3, p, p] patches of one image to the rows [M, d] of its image tokens."""
+        if self.vision is None or self.aligner is None:
+            raise ValueError("this policy has no image tower: its configuration lacks vision_config")
+        return self.aligner(self.vision(patches, grid), grid)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., d] to float32 [..., V]."""
@@ -141,6 +167,7 @@ class Policy(nn.Module):
         token_ids: Tensor,
         lengths: Tensor,
         *,
+        images: ImageTokens | None = None,
         trace: Trace | None = None,
     ) -> Tensor:
         """Append tokens to cached sequences: a prefill, a tool's answer or one decoded token each.
@@ -150,6 +177,7 @@ class Policy(nn.Module):
             slots: [B] int64, each sequence once.
             token_ids: [B, L] int64; row b counts up to `lengths[b]`.
             lengths: [B] int64, 1 .. L.
+            images: the images among the new tokens, with types [B, L].
             trace: where to keep intermediate results.
 
         Returns:
@@ -169,8 +197,12 @@ class Policy(nn.Module):
         row = batch.rows[0]
         packed = row.unpad(token_ids[:, : row.length])
         options = RunOptions(self.fake_quant, self.dense_limit)
+        if images is not None:
+            images = ImageTokens(row.unpad(images.types[:, : row.length]), images.rows)
+            batch.mark_images(images)
         engram_rows = self._cached_engram(packed, batch, cache, slots)
-        streams, weights, _ = self._run(packed, batch, engram_rows, cache, options)
+        embedded = self._embed(packed, images)
+        streams, weights, _ = self._run(embedded, batch, engram_rows, cache, options)
         cache.advance(slot_list, length_list)
         last = row.last
         return self.norm(collapse(weights[last], streams[last]))
@@ -187,16 +219,15 @@ class Policy(nn.Module):
 
     def _run(
         self,
-        token_ids: Tensor,
+        embedded: Tensor,
         batch: Batch,
         rows: Tensor | None,
         cache: PolicyCache | None,
         options: RunOptions,
     ) -> tuple[Tensor, Tensor, list[Routing]]:
         n = self.config.hc_mult
-        embedded = F.embedding(token_ids, self.embed.weight)  # pyright: ignore[reportArgumentType]
         streams = embedded.unsqueeze(1).expand(-1, n, -1).contiguous()
-        weights = torch.zeros(token_ids.shape[0], n, device=streams.device)
+        weights = torch.zeros(embedded.shape[0], n, device=streams.device)
         weights[:, 0] = 1.0
         shared = [Globals() for _ in batch.rows]
         routings: list[Routing] = []
@@ -219,12 +250,31 @@ class Policy(nn.Module):
             )
         return self.token_map[self.config.engram_pad_token_id]
 
+    def _compressed(self, token_ids: Tensor, batch: Batch) -> Tensor:
+        """Compressed ids [T], dead where a token belongs to an image."""
+        ids = self.token_map[token_ids]  # pyright: ignore[reportOptionalSubscript]
+        return ids if batch.image is None else ids.masked_fill(batch.image, DEAD)
+
+    def _embed(self, token_ids: Tensor, images: ImageTokens | None) -> Tensor:
+        """[T, d] of text and images."""
+        embedded = F.embedding(token_ids, self.embed.weight)  # pyright: ignore[reportArgumentType]
+        if images is None:
+            return embedded
+        if self.vision is None:
+            raise ValueError("this policy has no image tower: its configuration lacks vision_config")
+        marks = {
+            TokenType.START: self.image_start,
+            TokenType.NEWLINE: self.image_newline,
+            TokenType.END: self.image_end,
+        }
+        return place_images(embedded, images, marks)
+
     def _document_engram(self, token_ids: Tensor, batch: Batch) -> Tensor | None:
         """Table rows [T, layers, columns] of packed documents."""
         if self.engram_hash is None:
             return None
         pad = self._pad_id()
-        ids = self.token_map[token_ids]  # pyright: ignore[reportOptionalSubscript]
+        ids = self._compressed(token_ids, batch)
         distances = torch.arange(self.config.engram_max_ngram_size, device=ids.device)
         index = torch.arange(ids.shape[0], device=ids.device)[:, None] - distances
         history = torch.where(distances <= batch.position[:, None], ids[index.clamp_min(0)], pad)
@@ -238,7 +288,7 @@ class Policy(nn.Module):
             return None
         row, pad = batch.rows[0], self._pad_id()
         reach = self.config.engram_max_ngram_size - 1
-        ids = row.pad(self.token_map[token_ids])  # pyright: ignore[reportOptionalSubscript]
+        ids = row.pad(self._compressed(token_ids, batch))
         known = torch.cat([cache.tail[slots], ids], dim=1)
         last = row.lengths.to(ids.device)[:, None] + torch.arange(reach, device=ids.device)
         cache.tail[slots] = known.gather(1, last)

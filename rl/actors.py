@@ -12,12 +12,13 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
+import ray.exceptions
 
 from rl.weights import WeightSnapshot
 
@@ -82,9 +83,15 @@ class Cluster:
             await host.start(open_object, *args)
             return Process(role, Remote(host.call), host.call, host.stop)
         options = {"num_cpus": 0, "max_concurrency": 64, "name": role}
-        actor = ray.remote(Host).options(**options).remote(log_file)
+        actor: Any = ray.remote(Host).options(**options).remote(log_file)
         await actor.start.remote(open_object, *args)
-        return Process(role, Remote(actor.call.remote), actor.call.remote, actor.stop.remote)
+
+        async def stop() -> None:
+            await actor.stop.remote()
+            with suppress(ray.exceptions.RayActorError):  # how an actor that ends says so
+                await actor.__ray_terminate__.remote()
+
+        return Process(role, Remote(actor.call.remote), actor.call.remote, stop)
 
 
 @dataclass(frozen=True, slots=True)

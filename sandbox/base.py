@@ -23,13 +23,21 @@ class Sandbox(Protocol):
         cwd: str = "/work",
         output_limit: int = 1 << 20,
     ) -> ExecResult:
-        """Runs a shell line (str) or an argv. A timeout kills the whole process tree and is in the result."""
+        """Runs a shell line (str) or an argv.
+
+        Returns when the main process ends; what it left in the background stays, without its output being
+        read any further. A timeout or a cancelled caller kills the whole process tree.
+        """
         ...
 
     async def python(
         self, source: str, *, stdin: bytes = b"", timeout_s: float = 10.0, output_limit: int = 1 << 16
     ) -> ExecResult:
-        """Runs Python source in a fresh fork of the resident interpreter: milliseconds, no state kept."""
+        """Runs Python source in a fresh fork of the resident interpreter: milliseconds, no state kept.
+
+        Where the sandbox has users of its own, the call has one to itself, and its processes and files are
+        gone when it returns.
+        """
         ...
 
     async def read_file(self, path: str, *, limit: int = 16 << 20) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 
 from sandbox.errors import LostError, ProtocolError
@@ -39,8 +39,10 @@ def encode(header: Mapping[str, Any], body: bytes = b"") -> bytes:
     return _SIZES.pack(len(text), len(body)) + text + body
 
 
-async def read_frame(reader: ByteReader) -> tuple[Header, bytes]:
-    """Reads one frame.
+async def read_frame(
+    reader: ByteReader, allowed: Callable[[], int] = lambda: MAX_BODY
+) -> tuple[Header, bytes]:
+    """Reads one frame, whose body may be `allowed()` bytes long at the time when its size is known.
 
     Raises:
         LostError: The stream ended.
@@ -48,14 +50,14 @@ async def read_frame(reader: ByteReader) -> tuple[Header, bytes]:
     """
     try:
         head, size = _SIZES.unpack(await reader.readexactly(_SIZES.size))
-        if head > MAX_HEADER or size > MAX_BODY:
+        if head > MAX_HEADER or size > allowed():
             raise ProtocolError(f"a frame announces {head} bytes of header and {size} of body")
         text, body = await reader.readexactly(head), await reader.readexactly(size)
     except (asyncio.IncompleteReadError, ConnectionError) as error:
         raise LostError("the other end closed the channel") from error
     try:
         header: object = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProtocolError("a frame's header is not JSON") from error
     if not isinstance(header, dict):
         raise ProtocolError("a frame's header is not a JSON object")

@@ -12,32 +12,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
-import itertools
-import os
-import subprocess
-import sys
+import random
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from sandbox.channel import Header, encode, read_frame
-from sandbox.errors import InfrastructureError, LostError, SandboxError, from_wire
+from sandbox.channel import MAX_BODY, Header
+from sandbox.connection import Connection, reach
+from sandbox.errors import LostError, PolicyError, RefusedError, SandboxError
 from sandbox.node import SOCKET
-from sandbox.types import ExecResult, SandboxSpec
+from sandbox.pool import Pool
+from sandbox.types import Capabilities, ExecResult, SandboxSpec
 
-_START_S = 20.0
 DEFAULT_LEASE_S = 60.0
+MAX_OUTPUT = 16 << 20
+_TRIES, _RETRY_S = 3, 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Reclaimed:
     """What `Fleet.reclaim` removed: sandboxes by owner."""
 
-    sandboxes: Mapping[str, int] = field(default_factory=dict)
+    sandboxes: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property
     def total(self) -> int:
@@ -48,9 +47,11 @@ class Reclaimed:
 class Fleet:
     """A connection to a node, on behalf of one owner. Open it with `async with await Fleet.connect(...)`."""
 
-    def __init__(self, connection: Connection, owner: str, backend: str, node_pid: int):
-        self._connection = connection
-        self.owner, self.backend, self.node_pid = owner, backend, node_pid
+    def __init__(self, connection: Connection, owner: str, welcome: Header):
+        self._connection, self.owner = connection, owner
+        self.backend: str = welcome["backend"]
+        self.node_pid: int = welcome["pid"]
+        self.capabilities = Capabilities(**welcome["capabilities"])
 
     @classmethod
     async def connect(
@@ -64,52 +65,92 @@ class Fleet:
     ) -> Fleet:
         """Connects to the node of this machine, starting it when none answers.
 
+        Args:
+            url: `local`; nodes of other machines cannot be reached yet.
+            state_dir: Where the node has its socket, record and log.
+            owner: To whom sandboxes belong, as a rule the run.
+            backend: `docker`, `bubblewrap`, or `auto` for the first of them that this machine has.
+            lease_s: How long sandboxes outlive the owner's last client.
+
         Raises:
             BackendMissingError: The backend asked for (or any, for `auto`) is not to be had here.
+            PolicyError: The fleet is not `local`, or the owner has no name.
             InfrastructureError: The node does not start.
         """
         if url != "local":
-            raise InfrastructureError(f"only 'local' fleets can be reached yet, not {url!r}")
-        connection = await _reach(state_dir)
-        try:
-            hello = {"op": "hello", "owner": owner, "backend": backend, "lease_s": lease_s}
-            reply, _ = await connection.request(hello)
-        except SandboxError:
-            await connection.close()
-            raise
-        return cls(connection, owner, reply["backend"], reply["pid"])
+            raise PolicyError(f"only the fleet 'local' can be reached yet, not {url!r}")
+        if not owner:
+            raise PolicyError("sandboxes belong to an owner: give the run's name")
+        state_dir = _absolute(state_dir)
+        hello = {"op": "hello", "owner": owner, "backend": backend, "lease_s": lease_s}
+        for attempt in range(_TRIES):
+            connection = await reach(state_dir)
+            try:
+                return cls(connection, owner, (await connection.request(hello))[0])
+            except LostError:  # the node was just about to end itself
+                await connection.close()
+                if attempt == _TRIES - 1:
+                    raise
+            except SandboxError:
+                await connection.close()
+                raise
+        raise AssertionError("unreachable")
 
     @staticmethod
-    async def reclaim(state_dir: Path, keep_owners: frozenset[str] = frozenset()) -> Reclaimed:
-        """Ends the sandboxes of owners without a client that are not in `keep_owners`."""
+    async def reclaim(state_dir: Path, keep_owners: Set[str] = frozenset()) -> Reclaimed:
+        """Ends the sandboxes of owners without a client that are not in `keep_owners`; says what there was.
+
+        When no node lives there is nothing to find: sandboxes end with their node.
+        """
         try:
-            connection = await Connection.open(state_dir / SOCKET)
-        except (OSError, LostError):
+            connection = await Connection.open(_absolute(state_dir) / SOCKET)
+        except OSError:
             return Reclaimed()
+        ended: dict[str, int] = {}
         try:
             owners = (await connection.request({"op": "owners"}))[0]["owners"]
-            gone = [n for n, held in owners.items() if n not in keep_owners and not held["clients"]]
-            ended = {
-                n: (await connection.request({"op": "release", "owner": n}))[0]["sandboxes"] for n in gone
-            }
+            for name in [n for n, held in owners.items() if n not in keep_owners and not held["clients"]]:
+                ended[name] = (await connection.request({"op": "release", "owner": name}))[0]["sandboxes"]
+        except LostError:
+            return Reclaimed(ended)
         finally:
             await connection.close()
         return Reclaimed({name: count for name, count in ended.items() if count})
 
-    async def create(self, spec: SandboxSpec | None = None) -> RemoteBox:
-        """Starts a sandbox.
+    async def create(self, spec: SandboxSpec | None = None, *, wait_s: float = 60.0) -> RemoteBox:
+        """Starts a sandbox; while too many are being started it asks again, for at most `wait_s` seconds.
 
         Raises:
             RefusedError: The node has no room.
+            PolicyError: The backend or the node does not offer what `spec` asks for.
+            StartTimeoutError: The sandbox did not come up in time.
         """
-        data = asdict(spec or SandboxSpec())
-        reply, _ = await self._connection.request({"op": "create", "backend": self.backend, "spec": data})
-        return RemoteBox(self._connection, reply["box"])
+        request = {"op": "create", "backend": self.backend, "spec": asdict(spec or SandboxSpec())}
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                return RemoteBox(self._connection, (await self._connection.request(request))[0]["box"])
+            except RefusedError as error:
+                if error.reason != "start_rate" or time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(_RETRY_S * (1 + 3 * random.random()))
 
     async def pool(self, spec: SandboxSpec | None = None, size: int = 1) -> Pool:
-        """Starts `size` sandboxes that stateless calls share."""
-        boxes = await asyncio.gather(*(self.create(spec) for _ in range(size)))
-        return Pool(self, spec or SandboxSpec(), list(boxes))
+        """Starts `size` sandboxes that stateless calls share; all or none."""
+        if size < 1:
+            raise PolicyError(f"a pool has at least one sandbox, not {size}")
+        made = await asyncio.gather(*(self.create(spec) for _ in range(size)), return_exceptions=True)
+        boxes = [box for box in made if isinstance(box, RemoteBox)]
+        for failure in made:
+            if isinstance(failure, BaseException):
+                await asyncio.gather(*(box.close() for box in boxes))
+                raise failure
+        return Pool(self, spec or SandboxSpec(), boxes)
+
+    async def boxes(self) -> list[RemoteBox]:
+        """Returns the owner's live sandboxes, those of an earlier client included."""
+        reply, _ = await self._connection.request({"op": "boxes"})
+        return [RemoteBox(self._connection, name) for name in reply["boxes"]]
 
     async def close(self, *, release: bool = True) -> None:
         """Disconnects; with `release` the owner's sandboxes end now instead of with the lease."""
@@ -143,27 +184,31 @@ class RemoteBox:
         cwd: str = "/work",
         output_limit: int = 1 << 20,
     ) -> ExecResult:
-        """Runs a shell line (str) or an argv. A timeout kills the whole process tree and is in the result."""
+        """Runs a shell line (str) or an argv; see `sandbox.base.Sandbox`."""
         argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
-        header = {"op": "exec", "argv": argv, "env": dict(env or {}), "cwd": cwd}
-        return await self._run({**header, "timeout_s": timeout_s, "limit": output_limit}, stdin)
+        if not argv:
+            raise PolicyError("a command has at least one word")
+        header: Header = {"op": "exec", "argv": argv, "env": dict(env or {}), "cwd": cwd}
+        return await self._run(header, stdin, timeout_s, output_limit)
 
     async def python(
         self, source: str, *, stdin: bytes = b"", timeout_s: float = 10.0, output_limit: int = 1 << 16
     ) -> ExecResult:
-        """Runs Python source in a fresh fork of the resident interpreter: milliseconds, no state kept."""
-        code = source.encode()
-        header = {"op": "python", "source_bytes": len(code), "cwd": "/work"}
-        return await self._run({**header, "timeout_s": timeout_s, "limit": output_limit}, code + stdin)
+        """Runs Python source in a fresh fork of the resident interpreter; see `sandbox.base.Sandbox`."""
+        code = source.encode(errors="surrogatepass")
+        header: Header = {"op": "python", "source_bytes": len(code), "cwd": "/work"}
+        return await self._run(header, code + stdin, timeout_s, output_limit)
 
     async def read_file(self, path: str, *, limit: int = 16 << 20) -> bytes:
         """Reads a file of at most `limit` bytes."""
-        return (await self._connection.request({"op": "read", "box": self.id, "path": path, "limit": limit}))[
-            1
-        ]
+        _check("limit", limit, MAX_OUTPUT)
+        header: Header = {"op": "read", "box": self.id, "path": path, "limit": limit}
+        return (await self._connection.request(header))[1]
 
     async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """Writes a file, making its parent folders."""
+        if len(data) > MAX_BODY:
+            raise PolicyError(f"a file is written in one piece of at most {MAX_BODY} bytes, not {len(data)}")
         await self._connection.request({"op": "write", "box": self.id, "path": path, "mode": mode}, data)
 
     async def close(self) -> None:
@@ -171,14 +216,16 @@ class RemoteBox:
         with contextlib.suppress(LostError):
             await self._connection.request({"op": "close", "box": self.id})
 
-    async def _run(self, command: Header, body: bytes) -> ExecResult:
-        header, output = await self._connection.request(
+    async def _run(self, header: Header, body: bytes, timeout_s: float, output_limit: int) -> ExecResult:
+        _check("output_limit", output_limit, MAX_OUTPUT)
+        _check("timeout_s", timeout_s, 7 * 86400)
+        command: Header = {**header, "timeout_s": timeout_s, "limit": output_limit}
+        reply, output = await self._connection.request(
             {"op": "run", "box": self.id, "command": command}, body
         )
-        cut = header["stdout_bytes"]
-        fields: dict[str, Any] = {
-            k: header[k] for k in ("exit_code", "truncated", "timed_out", "oom", "duration_s")
-        }
+        cut = reply["stdout_bytes"]
+        names = ("exit_code", "truncated", "timed_out", "oom", "duration_s")
+        fields: dict[str, Any] = {name: reply[name] for name in names}
         return ExecResult(stdout=output[:cut], stderr=output[cut:], **fields)
 
     async def __aenter__(self) -> Self:
@@ -190,124 +237,10 @@ class RemoteBox:
         await self.close()
 
 
-class Pool:
-    """Sandboxes that serve the stateless calls of many trajectories; one that died is replaced."""
-
-    def __init__(self, fleet: Fleet, spec: SandboxSpec, boxes: list[RemoteBox]):
-        self._fleet, self._spec, self._boxes = fleet, spec, boxes
-        self._next = itertools.cycle(range(len(boxes)))
-        self._replacing = asyncio.Lock()
-
-    @contextlib.asynccontextmanager
-    async def borrow(self) -> AsyncIterator[RemoteBox]:
-        """Lends a sandbox; a call that finds it dead fails as infrastructure, and the next gets a new one."""
-        place = next(self._next)
-        box = self._boxes[place]
-        try:
-            yield box
-        except SandboxError:
-            async with self._replacing:
-                if self._boxes[place] is box:
-                    await box.close()
-                    self._boxes[place] = await self._fleet.create(self._spec)
-            raise
-
-    async def close(self) -> None:
-        """Ends the pool's sandboxes."""
-        await asyncio.gather(*(box.close() for box in self._boxes))
+def _absolute(state_dir: Path) -> Path:
+    return state_dir.expanduser().absolute()
 
 
-class Connection:
-    """One stream to a node that carries many requests at once."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
-        self._reader, self._writer = reader, writer
-        self._ids = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[tuple[Header, bytes]]] = {}
-        self._fault: SandboxError | None = None
-        self._task = asyncio.create_task(self._receive())
-
-    @classmethod
-    async def open(cls, path: Path) -> Connection:
-        """Connects to the socket of a node."""
-        return cls(*await asyncio.open_unix_connection(path, limit=1 << 22))
-
-    async def request(self, header: Header, body: bytes = b"") -> tuple[Header, bytes]:
-        """Sends a request and returns its reply; a cancelled caller cancels it on the node.
-
-        Raises:
-            SandboxError: The node says so, or is gone.
-        """
-        if self._fault is not None:
-            raise self._fault
-        number = next(self._ids)
-        reply: asyncio.Future[tuple[Header, bytes]] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = reply
-        try:
-            self._writer.write(encode({**header, "id": number}, body))
-            await self._writer.drain()
-            answer, data = await reply
-        except asyncio.CancelledError:
-            self._writer.write(encode({"op": "cancel", "target": number, "id": next(self._ids)}))
-            raise
-        except ConnectionError as error:
-            raise LostError("the sandbox node is gone") from error
-        finally:
-            self._waiting.pop(number, None)
-        if "error" in answer:
-            raise from_wire(answer["error"])
-        return answer, data
-
-    async def close(self) -> None:
-        """Ends the connection."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-        self._writer.close()
-        with contextlib.suppress(ConnectionError):
-            await self._writer.wait_closed()
-
-    async def _receive(self) -> None:
-        try:
-            while True:
-                header, body = await read_frame(self._reader)
-                reply = self._waiting.get(header["id"])
-                if reply is not None and not reply.done():
-                    reply.set_result((header, body))
-        except SandboxError as error:
-            self._fault = LostError(f"the sandbox node is gone ({error})")
-            for reply in self._waiting.values():
-                if not reply.done():
-                    reply.set_exception(self._fault)
-
-
-async def _reach(state_dir: Path) -> Connection:
-    state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with contextlib.suppress(OSError):
-        return await Connection.open(state_dir / SOCKET)
-    with (state_dir / "node.lock").open("w") as lock:
-        await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)
-        with contextlib.suppress(OSError):
-            return await Connection.open(state_dir / SOCKET)
-        process = _start_node(state_dir)
-        deadline = time.monotonic() + _START_S
-        while time.monotonic() < deadline and process.poll() is None:
-            await asyncio.sleep(0.02)
-            with contextlib.suppress(OSError):
-                return await Connection.open(state_dir / SOCKET)
-    log = (state_dir / "node.log").read_text(errors="replace").strip().splitlines()
-    raise InfrastructureError(f"the sandbox node does not start: {log[-1] if log else 'it left no message'}")
-
-
-def _start_node(state_dir: Path) -> subprocess.Popen[bytes]:
-    """Starts the node in a session of its own, so that no signal to the client reaches it."""
-    root = str(Path(__file__).parent.parent)
-    env = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": root}
-    with (state_dir / "node.log").open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "sandbox.node", str(state_dir)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=env,
-            start_new_session=True,
-        )
+def _check(name: str, value: float, most: float) -> None:
+    if not 0 < value <= most:
+        raise PolicyError(f"{name} must be above 0 and at most {most}, not {value}")

@@ -2,7 +2,9 @@
 
 SandboxError                 anything below; it says nothing about the policy that used the sandbox
 ├── BackendMissingError      the backend is not installed or does not answer; says how to get it
-├── RefusedError             the node refuses to admit another sandbox; try later or elsewhere
+├── RefusedError             the node has no room for another sandbox or command; try later or elsewhere
+├── PolicyError              the backend or the node does not offer what was asked for; asking again is no use
+├── StartTimeoutError        the sandbox did not come up in time; it has been removed
 ├── LostError                the sandbox or its node is gone, or was never known
 ├── ProtocolError            the sandbox answered out of shape; it has been ended
 ├── FileError                a file operation inside the sandbox failed
@@ -21,11 +23,19 @@ class BackendMissingError(SandboxError):
 
 
 class RefusedError(SandboxError):
-    """Admission was refused; `reason` is one of `sandboxes`, `memory`, `disk`, `start_rate`, `draining`."""
+    """Admission was refused; `reason` is one of `sandboxes`, `memory`, `start_rate`, `busy`, `draining`."""
 
     def __init__(self, message: str, reason: str = "sandboxes"):
         super().__init__(message)
         self.reason = reason
+
+
+class PolicyError(SandboxError):
+    """Something was asked for that is not offered here; the text says what is."""
+
+
+class StartTimeoutError(SandboxError):
+    """A sandbox did not answer in time after its start."""
 
 
 class LostError(SandboxError):
@@ -44,19 +54,13 @@ class InfrastructureError(SandboxError):
     """Something else failed on the node."""
 
 
-_KINDS = {
-    kind.__name__: kind
-    for kind in (BackendMissingError, RefusedError, LostError, ProtocolError, FileError, InfrastructureError)
-}
+_KINDS: dict[str, type[SandboxError]] = {kind.__name__: kind for kind in SandboxError.__subclasses__()}
 
 
 def to_wire(error: SandboxError) -> dict[str, str]:
     """Returns an error as JSON values."""
-    return {
-        "type": type(error).__name__,
-        "message": str(error),
-        "reason": error.reason if isinstance(error, RefusedError) else "",
-    }
+    reason = error.reason if isinstance(error, RefusedError) else ""
+    return {"type": type(error).__name__, "message": str(error), "reason": reason}
 
 
 def from_wire(data: dict[str, str]) -> SandboxError:

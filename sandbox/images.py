@@ -15,6 +15,7 @@ import subprocess
 import tarfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import docker
 import docker.errors
@@ -22,12 +23,15 @@ import docker.errors
 from sandbox.backends.base import AGENT, COMMAND_UID
 
 REPOSITORY = "tempering-python"
-AGENT_PATH = "/opt/tempering/agent.py"
+AGENT_FOLDER = "/opt/tempering"
+"""Where an image has the resident agent."""
+
 _PYTHON = Path("/usr/bin/python3")
 _TOOLS = (
-    "sh", "bash", "cat", "ls", "cp", "mv", "rm", "mkdir", "rmdir", "head", "tail", "wc", "sort", "uniq", "cut", "tr",
-    "grep", "sed", "find", "xargs", "env", "sleep", "true", "false", "echo", "test", "dd", "stat", "chmod", "touch",
-    "ln", "tee", "seq", "yes", "id", "setsid", "timeout", "diff", "awk", "printf",
+    "sh", "bash", "cat", "ls", "cp", "mv", "rm", "mkdir", "rmdir", "head", "tail", "wc", "sort", "uniq",
+    "cut", "tr", "grep", "sed", "find", "xargs", "env", "sleep", "true", "false", "echo", "test", "dd",
+    "stat", "chmod", "touch", "ln", "tee", "seq", "yes", "id", "setsid", "timeout", "diff", "awk",
+    "printf", "nohup", "mkfifo",
 )  # fmt: skip
 _EXCLUDED = re.compile(
     r"/(__pycache__|test|tests|idlelib|tkinter|turtledemo|ensurepip|lib2to3|config-.*)(/|$)"
@@ -52,7 +56,7 @@ class ImageError(RuntimeError):
     """The image cannot be made on this machine: what is missing."""
 
 
-def ensure_image(client: docker.DockerClient) -> str:
+def ensure_image(client: Any) -> str:
     """Returns the name of the built-in image, making it when the engine does not have it."""
     files = sorted(image_files())
     name = f"{REPOSITORY}:{_digest(files)}"
@@ -89,7 +93,8 @@ def image_files() -> Iterator[tuple[str, Path]]:
     yield "/usr/bin/python3", interpreter
     for path in sorted(_shared_libraries([*programs, *extensions])):
         yield path, Path(path)
-    yield AGENT_PATH, AGENT
+    for path in sorted(AGENT.glob("*.py")):
+        yield f"{AGENT_FOLDER}/agent/{path.name}", path
 
 
 def _shared_libraries(programs: Iterable[Path]) -> set[str]:
@@ -101,12 +106,10 @@ def _shared_libraries(programs: Iterable[Path]) -> set[str]:
 
 
 def _digest(files: Iterable[tuple[str, Path]]) -> str:
-    digest = hashlib.sha256()
-    digest.update(b"layout 1")
+    digest = hashlib.sha256(b"layout 2")
     for name, path in files:
-        info = path.stat()
-        digest.update(f"{name} {info.st_size} ".encode())
-        digest.update(path.read_bytes() if path == AGENT else str(info.st_mtime_ns).encode())
+        content = hashlib.sha256(path.read_bytes()).hexdigest()
+        digest.update(f"{name} {content} {path.stat().st_mode & 0o111}\n".encode())
     return digest.hexdigest()[:16]
 
 
@@ -121,6 +124,7 @@ def archive(files: Iterable[tuple[str, Path]]) -> bytes:
             info.uid = info.gid = 0
             info.uname = info.gname = "root"
             info.mode &= 0o755
+            info.mtime = 0
             info.type = tarfile.REGTYPE
             with path.open("rb") as file:
                 tar.addfile(info, file)

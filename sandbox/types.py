@@ -28,12 +28,27 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend holds on this machine. Asking for what it lacks is an error, never a downgrade."""
+
+    images: bool
+    memory_limit: bool
+    process_limit: bool
+    cpu_limit: bool
+    inode_limit: bool
+    separate_users: bool
+
+
+@dataclass(frozen=True, slots=True)
 class SandboxSpec:
-    """What to create. `image` names an image of the backend; empty is the built-in Python image."""
+    """What to create. `image` names an image of the backend; empty is the built-in Python image.
+
+    A sandbox that nobody has used for `ttl_s` seconds is ended.
+    """
 
     image: str = ""
     limits: Limits = field(default_factory=Limits)
-    labels: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
     ttl_s: float = 3600.0
 
 
@@ -41,7 +56,9 @@ class SandboxSpec:
 class ExecResult:
     """What a command returned. An exit code that is not known is None, which is never an exit 0.
 
-    `truncated` says that output beyond the cap was dropped (head and tail are kept).
+    A command ended by signal n has exit code 128 + n; one that was ended for its time has None. `truncated`
+    says that output beyond the cap was dropped (head and tail are kept), `oom` that the kernel ended a
+    process of the sandbox for memory while the command ran.
     """
 
     exit_code: int | None

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from model.layers.linear import widen
+
 
 def _forward(query: Tensor, keys: Tensor, bias: Tensor, sink: Tensor, rounded: bool) -> tuple[Tensor, ...]:
     """Output [B, L, H, c], probabilities and keys, both with the sink in the last place."""
@@ -25,7 +27,7 @@ def _forward(query: Tensor, keys: Tensor, bias: Tensor, sink: Tensor, rounded: b
     if not rounded:
         return torch.bmm(probabilities, with_sink).view(query.shape), probabilities, with_sink, flat
     largest = probabilities[..., :-1].amax(-1, keepdim=True)
-    weights = (probabilities / largest).to(torch.bfloat16).float()
+    weights = (probabilities / largest).to(torch.bfloat16).to(with_sink.dtype)
     return (torch.bmm(weights, with_sink) * largest).view(query.shape), probabilities, with_sink, flat
 
 
@@ -42,7 +44,8 @@ class _Attend(torch.autograd.Function):
         rows, length, heads, width = grads[0].shape
         grad = grads[0].reshape(rows, length * heads, width)
         grad_weights = torch.bmm(grad, with_sink.transpose(1, 2))
-        grad_scores = torch.ops.aten._softmax_backward_data(grad_weights, probabilities, -1, probabilities.dtype)
+        softmax_backward = torch.ops.aten._softmax_backward_data
+        grad_scores = softmax_backward(grad_weights, probabilities, -1, probabilities.dtype)
         unused, scale = grad.new_zeros(1), width**-0.5
         grad_query = torch.baddbmm(unused, grad_scores, with_sink, beta=0, alpha=scale).view(grads[0].shape)
         grad_keys = torch.baddbmm(unused, grad_scores.transpose(1, 2), flat, beta=0, alpha=scale)
@@ -66,7 +69,8 @@ def attend(query: Tensor, keys: Tensor, bias: Tensor, sink: Tensor) -> Tensor:
     """
     rounded = query.dtype is torch.bfloat16
     if rounded:
-        query, keys, sink = query.float(), keys.float(), sink.float()
+        query, keys = widen(query), widen(keys)
+        bias, sink = bias.to(query.dtype), sink.to(query.dtype)
     if torch.is_grad_enabled():
         output: Tensor = _Attend.apply(query, keys, bias, sink, rounded)  # pyright: ignore
     else:

@@ -22,7 +22,7 @@ from model.layers.attend import as_bias, attend
 from model.layers.compressor import Compressor
 from model.layers.indexer import CandidateRule, Choice, Indexer, IndexQueries, select
 from model.layers.indexer_loss import Supervision, Teacher, indexer_loss
-from model.layers.linear import Linear
+from model.layers.linear import Linear, widen
 from model.layers.norm import RMSNorm
 from model.layers.rope import Rotation, layer_frequencies, rotate
 from model.layers.selection import Selection
@@ -90,19 +90,16 @@ class Attention(nn.Module):
         self, x: Tensor, batch: Batch, shared: list[Globals], cache: PolicyCache | None, options: RunOptions
     ) -> tuple[Tensor, list[Globals]]:
         """Normalised tokens [T, d] to [T, d], and what later layers share."""
-        query_latent = self.q_norm(self.wq_a(x))
         rotation, per_head = batch.rotations(self.ratio, self.frequencies)
-        query = rotate(self.wq_b(query_latent).unflatten(-1, (self.heads, self.width)), per_head)
-        window = rotate(self.kv_norm(self.wkv(x)), rotation)
-        if options.fake_quant:
-            window = straight_through(window, round_window)
+        query_latent, query = self.queries(x, per_head)
+        window = self.window_keys(x, rotation, options.fake_quant)
         projected = self.compressor.project(x) if self.mode is AttentionMode.FULL else None
         asked = self._ask(x, query_latent, per_head, options)
         outputs, handed_on = [], []
         for rows, known in zip(batch.rows, shared, strict=True):
             if projected is not None:
                 known = self._add_keys(projected, rows, cache, options, batch.trace)
-            row_query, row_window = rows.pad(query), self._window_keys(rows, window, cache)
+            row_query, row_window = rows.pad(query), self._row_keys(rows, window, cache)
             if asked is not None:
                 asked_rows = IndexQueries(rows.pad(asked.heads), rows.pad(asked.weights))
                 known = self._choose(asked_rows, rows, known, batch.trace)
@@ -112,7 +109,17 @@ class Attention(nn.Module):
             outputs.append(rows.unpad(self._attend(rows, row_query, row_window, known, options)))
         if cache is not None:
             cache.windows.append(self.layer, batch.rows[0], window)
-        return self._project(rotate(batch.merge(outputs), per_head.inverse())), handed_on
+        return self.output(batch.merge(outputs), per_head), handed_on
+
+    def queries(self, x: Tensor, per_head: Rotation) -> tuple[Tensor, Tensor]:
+        """The latent [T, q] and the rotated heads [T, H, c]."""
+        latent = self.q_norm(self.wq_a(x))
+        return latent, rotate(self.wq_b(latent).unflatten(-1, (self.heads, self.width)), per_head)
+
+    def window_keys(self, x: Tensor, rotation: Rotation, fake_quant: bool) -> Tensor:
+        """Keys [T, c] of this layer's sliding window."""
+        keys = rotate(self.kv_norm(self.wkv(x)), rotation)
+        return straight_through(keys, round_window) if fake_quant else keys
 
     def _ask(
         self, x: Tensor, query_latent: Tensor, per_head: Rotation, options: RunOptions
@@ -244,7 +251,7 @@ class Attention(nn.Module):
                 parts.append(chunk(*arguments))
         return torch.cat(parts, dim=1)
 
-    def _window_keys(self, rows: Rows, window: Tensor, cache: PolicyCache | None) -> Tensor:
+    def _row_keys(self, rows: Rows, window: Tensor, cache: PolicyCache | None) -> Tensor:
         new = rows.pad(window)
         if cache is None or rows.target is None:
             return new
@@ -255,8 +262,10 @@ class Attention(nn.Module):
         """Of attention scores."""
         return self.attn_sink.dtype
 
-    def _project(self, output: Tensor) -> Tensor:
-        """Grouped output projection of heads [T, H, c] to [T, d]."""
+    def output(self, output: Tensor, per_head: Rotation) -> Tensor:
+        """Heads [T, H, c], turned back and projected by group, to [T, d]."""
+        output = rotate(output, per_head.inverse())
         grouped = output.flatten(1).unflatten(1, (self.groups, -1)).transpose(0, 1)
-        weight = self.wo_a.weight.unflatten(0, (self.groups, -1))
-        return self.wo_b(torch.bmm(grouped, weight.transpose(1, 2)).transpose(0, 1).flatten(1))
+        weight = self.wo_a.weight.unflatten(0, (self.groups, -1)).transpose(1, 2)
+        narrow = torch.bmm(widen(grouped), widen(weight)).to(output.dtype)
+        return self.wo_b(narrow.transpose(0, 1).flatten(1))

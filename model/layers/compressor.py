@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from model.config import PolicyConfig
-from model.layers.linear import Linear
+from model.layers.linear import Linear, wide_linear
 from model.layers.norm import RMSNorm
 from model.rows import GroupPlan, Rows
 
@@ -31,8 +30,7 @@ class Compressor(nn.Module):
         """Per token [T, d]: the latent [T, c] (ratio 1), or values and gates [T, 2 c] in float32."""
         if self.ratio == 1:
             return self.norm(self.wkv(x))
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return F.linear(x.to(wide), torch.cat([self.wkv.weight, self.wgate.weight]).to(wide))
+        return wide_linear(x, torch.cat([self.wkv.weight, self.wgate.weight]))
 
     def pool(
         self, projected: Tensor, rows: Rows, plan: GroupPlan, pending: Tensor | None, dtype: torch.dtype

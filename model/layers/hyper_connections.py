@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from model.config import PolicyConfig
+from model.layers.linear import wide_linear
 from model.layers.norm import inverse_rms
 
 _OUTPUTS = 1
@@ -60,7 +60,8 @@ class _Sinkhorn(torch.autograd.Function):
             pattern = over_outputs if step % 2 else over_inputs
             inner = torch.mm(pattern, (grad * matrix).flatten(0, 1)).view(total.shape)
             grad = (grad - inner).div_(total)
-        return torch.ops.aten._softmax_backward_data(grad, softmax, _OUTPUTS, softmax.dtype), None, None, None, None
+        grad = torch.ops.aten._softmax_backward_data(grad, softmax, _OUTPUTS, softmax.dtype)
+        return grad, None, None, None, None
 
 
 def sinkhorn(logits: Tensor, rounds: int, eps: Tensor, patterns: tuple[Tensor, Tensor]) -> Tensor:
@@ -155,8 +156,9 @@ class HyperConnection(nn.Module):
 
     def mixes(self, streams: Tensor) -> Tensor:
         """The raw values [(2 + n) n, T]: one RMS over all streams, applied after the projection."""
-        flat = streams.flatten(1).to(self.fn.dtype)
-        return (F.linear(flat, self.fn) * inverse_rms(flat, self.norm_eps)).t()
+        flat = streams.flatten(1)
+        scale = inverse_rms(flat.to(self.fn.dtype), self.norm_eps)
+        return (wide_linear(flat, self.fn) * scale).t()
 
     def coefficients(self, mixes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A [T, n], C [T, n], M [n_in, n_out, T] from the raw values."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from model.config import PolicyConfig
-from model.layers.linear import Linear
+from model.layers.linear import Linear, widen
 from model.layers.norm import RMSNorm
 from model.layers.rope import Rotation, rotate
 from model.layers.selection import Selection, membership
@@ -61,15 +61,12 @@ class Indexer(nn.Module):
 
 def index_scores(queries: IndexQueries, keys: Tensor, begin: int, end: int) -> Tensor:
     """[B, end - begin, S] scores in float32 of some tokens over all keys [B, S, c_I]; nothing is masked."""
-    heads = _wide(queries.heads[:, begin:end])
+    heads = widen(queries.heads[:, begin:end])
     batch, length, count, width = heads.shape
-    dots = torch.bmm(heads.reshape(batch, length * count, width), _wide(keys).transpose(1, 2)).relu()
-    weights = _wide(queries.weights[:, begin:end]).reshape(batch * length, 1, count)
-    return torch.bmm(weights, dots.view(batch * length, count, -1)).view(batch, length, -1)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype is torch.bfloat16 else x
+    dots = torch.bmm(heads.reshape(batch, length * count, width), widen(keys).transpose(1, 2)).relu()
+    weights = widen(queries.weights[:, begin:end]).reshape(batch * length, 1, count)
+    scores = torch.bmm(weights, dots.view(batch * length, count, -1)).view(batch, length, -1)
+    return scores.float() if queries.heads.dtype is torch.bfloat16 else scores
 
 
 def token_chunks(queries: IndexQueries, width: int) -> list[tuple[int, int]]:

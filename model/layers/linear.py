@@ -9,10 +9,35 @@ from torch.nn import functional as F
 from model.quant.blocks import round_window, straight_through
 
 
+def widen(x: Tensor) -> Tensor:
+    """`x` in the dtype that its products are summed in.
+
+    A product's order of summation depends on the batch, and a bfloat16 result, or an FP4 code made from it,
+    flips on the last bit of the sum. On a processor bfloat16 models therefore sum in float64: a token gives
+    the same result alone and among others.
+    """
+    if x.dtype is not torch.bfloat16:
+        return x
+    return x.to(torch.float64 if x.device.type == "cpu" else torch.float32)
+
+
+def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`x` times `weight` with all bits: float32 for bfloat16 inputs, otherwise the dtype of `x`."""
+    if x.dtype is not torch.bfloat16:
+        return F.linear(x, weight.to(x.dtype))
+    wide = widen(x)
+    return F.linear(wide, weight.to(wide.dtype)).float()
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`x` times `weight`, in the dtype of `x`."""
+    return wide_linear(x, weight).to(x.dtype)
+
+
 def quantized_linear(x: Tensor, weight: Tensor) -> Tensor:
     """`x` rounded to FP8 (power-of-two scale per 32) times `weight`, summed in float32, as `x` in dtype."""
     rounded = straight_through(x, round_window)
-    return F.linear(rounded.float(), weight.float()).to(x.dtype)
+    return wide_linear(rounded, weight).to(x.dtype)
 
 
 class Linear(nn.Module):
@@ -25,4 +50,4 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs] to [..., outputs]."""
-        return quantized_linear(x, self.weight) if self.quantized else F.linear(x, self.weight)
+        return quantized_linear(x, self.weight) if self.quantized else linear(x, self.weight)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from model.config import PolicyConfig
-from model.layers.linear import quantized_linear
+from model.layers.linear import linear, quantized_linear, wide_linear
 from model.layers.swiglu import clipped_swiglu
 from model.layers.top_k import top_k_lowest_index
 
@@ -50,11 +50,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor, image: Tensor | None) -> Routing:
         """Route tokens [T, d]; `image` [T] bool marks tokens of image spans, None stands for text only."""
-        logits = (
-            F.linear(x, self.weight)
-            if x.dtype is self.weight.dtype is torch.float32
-            else self._wide_logits(x)
-        )
+        logits = wide_linear(x, self.weight)
         affinity = F.softplus((logits / self.temperature).clamp_min(_LOWEST_LOGIT)).sqrt()
         expert_ids = top_k_lowest_index(affinity.detach() + self.bias_of(image), self.chosen)
         weights = affinity.gather(1, expert_ids)
@@ -64,10 +60,6 @@ class Router(nn.Module):
     def bias_of(self, image: Tensor | None) -> Tensor:
         """Bias of the choice, [E] or [T, E]."""
         return self.bias if image is None else torch.where(image.unsqueeze(-1), self.bias_vl, self.bias)
-
-    def _wide_logits(self, x: Tensor) -> Tensor:
-        kind = torch.promote_types(x.dtype, torch.float32)
-        return F.linear(x.to(kind), self.weight.to(kind))
 
 
 class MixtureOfExperts(nn.Module):
@@ -94,7 +86,7 @@ class MixtureOfExperts(nn.Module):
         return result.to(x.dtype), routing
 
     def _linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        return quantized_linear(x, weight) if self.quantized else F.linear(x, weight)
+        return quantized_linear(x, weight) if self.quantized else linear(x, weight)
 
     def _activate(self, hidden: Tensor, weights: Tensor) -> Tensor:
         """[..., 2 f] and weights [..., 1] to [..., f]: weight * silu(min(gate, limit)) * clip(up, limit)."""

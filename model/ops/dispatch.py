@@ -23,8 +23,8 @@ def use_kernel(op: str, tensor: Tensor, *, without_gradient: tuple[Tensor, ...] 
     Args:
         op: name of the operation.
         tensor: any of its arguments.
-        without_gradient: arguments for which there is no backward kernel; when one of them needs a gradient the
-            (differentiable) definition runs.
+        without_gradient: arguments for which there is no backward kernel; when one of them needs a gradient
+            the (differentiable) definition runs.
 
     Raises:
         RuntimeError: the tensor is on a CUDA device and Triton is not installed.

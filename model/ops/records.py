@@ -1,10 +1,11 @@
 """The packed key records of the caches, as plain tensors.
 
-Main record, 288 bytes: 256 bytes of E2M1 codes, then 32 E4M3 scales, one per 16 channels in channel order. Byte j holds
-channel j in its low and channel j + 256 in its high nibble, so that a kernel works on two halves of the head without
-interleaving. Window record, 528 bytes: 512 E4M3 values, then 16 UE8M0 scales, one per 32 channels. Index record, 68 bytes
-for 128 channels: 64 bytes of E2M1 codes in the same halves, then 4 UE8M0 scales, one per 32 channels.
-Every decoded value is exact in bf16: E2M1 x E4M3 has at most 6 significant bits, E4M3 x 2^k has 4.
+Main record, 288 bytes: 256 bytes of E2M1 codes, then 32 E4M3 scales, one per 16 channels in channel order.
+Byte j holds channel j in its low and channel j + 256 in its high nibble, so that a kernel works on two
+halves of the head without interleaving. Window record, 528 bytes: 512 E4M3 values, then 16 UE8M0 scales, one
+per 32 channels. Index record, 68 bytes for 128 channels: 64 bytes of E2M1 codes in the same halves, then 4
+UE8M0 scales, one per 32 channels. Every decoded value is exact in bf16: E2M1 x E4M3 has at most 6
+significant bits, E4M3 x 2^k has 4.
 """
 
 import torch
@@ -52,9 +53,9 @@ def unpack(kind: str, records: Tensor) -> Tensor:
 def pack(kind: str, keys: Tensor) -> Tensor:
     """Keys [..., D] -> records [..., bytes] uint8.
 
-    Main: scale S = E4M3(max(amax, 6 * 2^-9) / 6) per 16 channels, value E2M1(clip(x / S, -6, 6)). Index: S the power of
-    two at or above max(amax, 6 * 2^-126) / 6 per 32. Window: S the power of two at or above max(amax, 1e-4) / 448 per
-    32, value E4M3(x / S). All roundings to nearest, ties to even.
+    Main: scale S = E4M3(max(amax, 6 * 2^-9) / 6) per 16 channels, value E2M1(clip(x / S, -6, 6)). Index: S
+    the power of two at or above max(amax, 6 * 2^-126) / 6 per 32. Window: S the power of two at or above
+    max(amax, 1e-4) / 448 per 32, value E4M3(x / S). All roundings to nearest, ties to even.
     """
     record_bytes(kind, keys.shape[-1])
     group = 16 if kind == "main" else 32
@@ -85,5 +86,13 @@ def _ceil_log2(x: Tensor) -> Tensor:
 def _e2m1_codes(x: Tensor) -> Tensor:
     """Nearest E2M1 code, ties to the even mantissa; beyond 6 it is 6, and the sign of zero is kept."""
     size = x.abs()
-    above = [(size > 0.25), (size >= 0.75), (size > 1.25), (size >= 1.75), (size > 2.5), (size >= 3.5), (size > 5.0)]
+    above = [
+        (size > 0.25),
+        (size >= 0.75),
+        (size > 1.25),
+        (size >= 1.75),
+        (size > 2.5),
+        (size >= 3.5),
+        (size > 5.0),
+    ]
     return torch.stack(above).sum(0, dtype=torch.uint8) | (torch.signbit(x).to(torch.uint8) << 3)

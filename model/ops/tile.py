@@ -1,8 +1,13 @@
 """Device helpers that several kernels share: operands, dots, and decoders of packed keys.
 
-Under `TRITON_INTERPRET=1` the interpreter multiplies the bit patterns of bf16 operands, truncates fp32 to bf16 and has
-no inline assembly. There these helpers work in fp32 with software rounding and give the same values.
+Under `TRITON_INTERPRET=1` the interpreter multiplies the bit patterns of bf16 operands, truncates fp32 to
+bf16 and has no inline assembly. There these helpers work in fp32 with software rounding and give the same
+values.
 """
+
+# Kernels are written in Triton's language, which Python's types do not describe.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportAssignmentType=false
 
 import triton
 import triton.language as tl
@@ -21,7 +26,7 @@ LAYOUT_FLAG = 7
 @triton.jit
 def operand(x):
     """A tile as the tensor cores take it (fp32 in the interpreter)."""
-    if INTERPRET:
+    if INTERPRET:  # noqa: SIM108
         y = x.to(tl.float32)
     else:
         y = x
@@ -44,10 +49,10 @@ def round_bf16(x):
 def branched_dot(a, b, flag):
     """`tl.dot(a, b)` in a branch that is always taken, which keeps Triton from duplicating the product.
 
-    For a dot whose result feeds another dot Triton puts all warps along the rows; with 64 rows and two warpgroups
-    both then compute the same scores. A branch on a run-time value breaks the chain it looks for.
+    For a dot whose result feeds another dot Triton puts all warps along the rows; with 64 rows and two
+    warpgroups both then compute the same scores. A branch on a run-time value breaks the chain it looks for.
     """
-    if flag > 0:
+    if flag > 0:  # noqa: SIM108
         s = tl.dot(a, b)
     else:
         s = tl.dot(a, b) * 2.0
@@ -88,10 +93,14 @@ def e2m1_halves(codes):
             """{
             .reg .b32 t0, t1, x, y;
             prmt.b32 t0, $4, 0, 0x4140; prmt.b32 t1, $4, 0, 0x4342;
-            shl.b32 x, t0, 6; and.b32 x, x, 0x01C001C0; shl.b32 y, t0, 12; and.b32 y, y, 0x80008000; or.b32 $0, x, y;
-            shl.b32 x, t1, 6; and.b32 x, x, 0x01C001C0; shl.b32 y, t1, 12; and.b32 y, y, 0x80008000; or.b32 $1, x, y;
-            shl.b32 x, t0, 2; and.b32 x, x, 0x01C001C0; shl.b32 y, t0, 8; and.b32 y, y, 0x80008000; or.b32 $2, x, y;
-            shl.b32 x, t1, 2; and.b32 x, x, 0x01C001C0; shl.b32 y, t1, 8; and.b32 y, y, 0x80008000; or.b32 $3, x, y;
+            shl.b32 x, t0, 6; and.b32 x, x, 0x01C001C0;
+            shl.b32 y, t0, 12; and.b32 y, y, 0x80008000; or.b32 $0, x, y;
+            shl.b32 x, t1, 6; and.b32 x, x, 0x01C001C0;
+            shl.b32 y, t1, 12; and.b32 y, y, 0x80008000; or.b32 $1, x, y;
+            shl.b32 x, t0, 2; and.b32 x, x, 0x01C001C0;
+            shl.b32 y, t0, 8; and.b32 y, y, 0x80008000; or.b32 $2, x, y;
+            shl.b32 x, t1, 2; and.b32 x, x, 0x01C001C0;
+            shl.b32 y, t1, 8; and.b32 y, y, 0x80008000; or.b32 $3, x, y;
             }""",
             "=r,=r,=r,=r,r",
             [codes],
@@ -113,8 +122,10 @@ def e4m3_bits(codes):
             """{
             .reg .b32 t0, t1, x, y;
             prmt.b32 t0, $2, 0, 0x4140; prmt.b32 t1, $2, 0, 0x4342;
-            shl.b32 x, t0, 4; and.b32 x, x, 0x07F007F0; shl.b32 y, t0, 8; and.b32 y, y, 0x80008000; or.b32 $0, x, y;
-            shl.b32 x, t1, 4; and.b32 x, x, 0x07F007F0; shl.b32 y, t1, 8; and.b32 y, y, 0x80008000; or.b32 $1, x, y;
+            shl.b32 x, t0, 4; and.b32 x, x, 0x07F007F0;
+            shl.b32 y, t0, 8; and.b32 y, y, 0x80008000; or.b32 $0, x, y;
+            shl.b32 x, t1, 4; and.b32 x, x, 0x07F007F0;
+            shl.b32 y, t1, 8; and.b32 y, y, 0x80008000; or.b32 $1, x, y;
             }""",
             "=r,=r,r",
             [codes],
@@ -128,7 +139,7 @@ def e4m3_bits(codes):
 @triton.jit
 def constant_bf16(value: tl.constexpr):
     """A [1, 1] bf16 constant; a bare Python float would turn the product into fp32."""
-    if INTERPRET:
+    if INTERPRET:  # noqa: SIM108
         y = tl.full((1, 1), value, tl.float32)
     else:
         y = tl.full((1, 1), value, tl.bfloat16)
@@ -137,14 +148,14 @@ def constant_bf16(value: tl.constexpr):
 
 @triton.jit
 def e2m1_scale(codes):
-    """E4M3 scale bytes (positive) -> scale * 2**118 in bf16, exact: times `e2m1_halves` it gives value * 2**-8."""
+    """Positive E4M3 bytes -> scale * 2**118 in bf16, exact; times `e2m1_halves`: value * 2**-8."""
     tiny = _bf16_bits(codes.to(tl.uint16) << 4)
     return (tiny * constant_bf16(2.0**120)) * constant_bf16(2.0**118)
 
 
 @triton.jit
 def e4m3_scale(codes):
-    """UE8M0 scale bytes in [16, 142] -> scale * 2**112 in bf16: times `e4m3_bits` it gives value * 2**-8."""
+    """UE8M0 bytes in [16, 142] -> scale * 2**112 in bf16; times `e4m3_bits`: value * 2**-8."""
     return _bf16_bits((codes.to(tl.uint16) + 112) << 7)
 
 

@@ -246,8 +246,8 @@ class EpisodeRun:
             raise
 
     def _check_going(self) -> None:
-        if self.fault or self.interruption:
-            raise self.fault or self.interruption  # type: ignore[misc]
+        if cause := self.fault or self.interruption:
+            raise cause
         if self.ended is not None:
             raise EpisodeEnded(self.ended)
 

@@ -24,10 +24,14 @@ _HEADER = struct.Struct("<8sHHIII")
 _RECORD = struct.Struct("<IIIB3x")
 _CHECKED = struct.Struct("<IB3x")
 _INT = struct.Struct("<i")
+_CRC = struct.Struct("<I")
 _CRC_FROM = 8
 
 ROW = np.dtype([("slot", "<u4"), ("turn", "<u4"), ("index", "<u4"), ("token", "<i4"), ("logprob", "<f4")])
 """One token: the slot of its sample, its turn, its place in the turn, its id and its log-probability."""
+
+ITEM = np.dtype((np.void, ROW.itemsize))
+"""A row as an opaque item, which numpy copies several times faster than a record."""
 
 
 class Kind(IntEnum):
@@ -48,11 +52,22 @@ class SegmentError(ValueError):
 
 
 class Record(NamedTuple):
-    """A whole record: its kind and the range of its payload in the segment."""
+    """A whole record that is no STEP: how many STEPs are before it, its kind, and where its payload lies."""
 
+    steps_before: int
     kind: int
     start: int
     end: int
+
+
+@dataclass(slots=True)
+class Scan:
+    """The whole records of a segment: payloads of STEPs from `starts` to `ends`, the others, and the end."""
+
+    starts: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    others: list[Record] = field(default_factory=list)
+    end: int = 0
 
 
 @dataclass(slots=True)
@@ -96,9 +111,10 @@ def record(kind: Kind, payload: bytes) -> bytes:
     return _SYNC + struct.pack("<I", zlib.crc32(payload, zlib.crc32(checked))) + checked + payload
 
 
-def scan(data: bytes, damage: Damage) -> tuple[list[Record], int]:
-    """Returns the whole records after the header and the end of the last one; adds to `damage`."""
-    records: list[Record] = []
+def scan(data: bytes, damage: Damage) -> Scan:
+    """Returns the whole records after the header; adds to `damage`."""
+    found = Scan()
+    starts, ends, others, step = found.starts, found.ends, found.others, int(Kind.STEP)
     view = memoryview(data)
     position, size, good = HEADER_BYTES, len(data), HEADER_BYTES
     unpack, crc32, head = _RECORD.unpack_from, zlib.crc32, _RECORD.size
@@ -109,30 +125,57 @@ def scan(data: bytes, damage: Damage) -> tuple[list[Record], int]:
             if position != good:
                 damage.damaged_bytes += position - good
                 damage.places += 1
-            records.append(Record(kind, position + head, end))
+            if kind == step:
+                starts.append(position + head)
+                ends.append(end)
+            else:
+                others.append(Record(len(starts), kind, position + head, end))
             position = good = end
             continue
         position = data.find(_SYNC, position + 1)
         if position < 0:
             break
     damage.torn_bytes += size - good
-    return records, good
+    found.end = good
+    return found
 
 
-def step_payload(version: int, rows: np.ndarray) -> bytes:
-    """Returns the payload of a STEP: the policy version and `rows` (ROW [n])."""
-    return _INT.pack(version) + rows.tobytes()
+@dataclass(slots=True)
+class StepWriter:
+    """A STEP record of a fixed number of rows that is filled in place and copied out once a step."""
+
+    rows: np.ndarray
+    buffer: bytearray
+
+    @classmethod
+    def of(cls, count: int) -> StepWriter:
+        """Returns a writer for `count` rows, all zero."""
+        buffer = bytearray(_RECORD.size + 4 + count * ROW.itemsize)
+        _RECORD.pack_into(buffer, 0, _SYNC_WORD, 0, len(buffer) - _RECORD.size, Kind.STEP)
+        return cls(np.frombuffer(buffer, ROW, count, _RECORD.size + 4), buffer)
+
+    def record(self, version: int) -> bytes:
+        """Returns the record with the rows as they are now."""
+        _INT.pack_into(self.buffer, _RECORD.size, version)
+        _CRC.pack_into(self.buffer, len(_SYNC), zlib.crc32(memoryview(self.buffer)[_CRC_FROM:]))
+        return bytes(self.buffer)
 
 
 def step_rows(data: bytes, start: int, end: int) -> tuple[int, np.ndarray]:
     """Returns version and rows (a view) of a STEP."""
-    version, rows = step_parts(memoryview(data), start, end)
-    return version, np.frombuffer(rows, ROW)
+    (version,) = _INT.unpack_from(data, start)
+    return version, np.frombuffer(data, ROW, (end - start - 4) // ROW.itemsize, start + 4)
 
 
-def step_parts(data: memoryview, start: int, end: int) -> tuple[int, memoryview]:
-    """Returns version and the bytes of the rows of a STEP."""
-    return _INT.unpack_from(data, start)[0], data[start + 4 : end]
+def step_columns(data: bytes, found: Scan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns all rows of a segment in order (as opaque items), their versions, and each STEP's row count."""
+    view, starts = memoryview(data), np.array(found.starts, np.int64)
+    parts = [view[start + 4 : end] for start, end in zip(found.starts, found.ends, strict=True)]
+    rows = np.frombuffer(b"".join(parts), ITEM)
+    heads = np.frombuffer(data, np.uint8)[starts[:, None] + np.arange(4)]
+    versions = np.ascontiguousarray(heads).view("<i4").reshape(-1).astype(np.int32)
+    counts = (np.array(found.ends, np.int64) - starts - 4) // ROW.itemsize
+    return rows, np.repeat(versions, counts), counts
 
 
 def ints(kind: str, *values: int) -> bytes:
@@ -141,8 +184,8 @@ def ints(kind: str, *values: int) -> bytes:
 
 
 def slots_of(data: bytes, item: Record) -> Iterator[int]:
-    """The slots that a record is about (of a STEP: none)."""
+    """The slots that a record is about."""
     if item.kind == Kind.CONSUMED:
         yield from np.frombuffer(data, "<u4", (item.end - item.start) // 4, item.start).tolist()
-    elif item.kind != Kind.STEP:
+    else:
         yield struct.unpack_from("<I", data, item.start)[0]

@@ -13,13 +13,14 @@ from rl.rollout.frames import (
     HEADER_BYTES,
     Damage,
     Kind,
+    Scan,
     SegmentError,
+    StepWriter,
     header,
     read_header,
     record,
     scan,
     slots_of,
-    step_payload,
     step_rows,
 )
 
@@ -109,13 +110,23 @@ def sync_folder(folder: Path) -> None:
 
 def _kept(data: bytes, live: set[int], ended: set[int]) -> Iterator[bytes]:
     wanted = np.fromiter(live, np.uint32, len(live))
-    for item in scan(data, Damage())[0]:
-        if item.kind == Kind.STEP:
-            version, rows = step_rows(data, item.start, item.end)
-            rows = rows[np.isin(rows["slot"], wanted)]
-            if rows.size:
-                yield record(Kind.STEP, step_payload(version, rows))
-        elif item.kind != Kind.CONSUMED:
+    found = scan(data, Damage())
+    done = 0
+    for item in found.others:
+        yield from _kept_steps(data, found, done, item.steps_before, wanted)
+        done = item.steps_before
+        if item.kind != Kind.CONSUMED:
             slot = next(slots_of(data, item))
             if slot in (ended if item.kind == Kind.END else live):
                 yield record(Kind(item.kind), data[item.start : item.end])
+    yield from _kept_steps(data, found, done, len(found.starts), wanted)
+
+
+def _kept_steps(data: bytes, found: Scan, first: int, last: int, wanted: np.ndarray) -> Iterator[bytes]:
+    for start, end in zip(found.starts[first:last], found.ends[first:last], strict=True):
+        version, rows = step_rows(data, start, end)
+        rows = rows[np.isin(rows["slot"], wanted)]
+        if rows.size:
+            writer = StepWriter.of(len(rows))
+            writer.rows[:] = rows
+            yield writer.record(version)

@@ -19,7 +19,7 @@ from envs.types import FinishReason, Message, Trajectory
 from rl.engines.base import Completion
 from rl.rollout import codec
 from rl.rollout.assignment import Assignment
-from rl.rollout.frames import ROW, Damage, Kind, Record, scan, slots_of, step_parts
+from rl.rollout.frames import ITEM, ROW, Damage, Kind, Record, Scan, scan, slots_of, step_columns
 from rl.rollout.segments import Segment
 
 FINISHES = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
@@ -132,39 +132,38 @@ class _Slot:
 class _Reader:
     slots: defaultdict[int, _Slot] = field(default_factory=lambda: defaultdict(_Slot))
     consumed: set[int] = field(default_factory=set)
-    rows: list[memoryview] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    rows: list[np.ndarray] = field(default_factory=list)
+    versions: list[np.ndarray] = field(default_factory=list)
     row_count: int = 0
     top: int = -1
 
-    def read(self, data: bytes, records: list[Record]) -> None:
-        view, step = memoryview(data), int(Kind.STEP)
-        for item in records:
-            kind, start, end = item
-            if kind == step:
-                version, rows = step_parts(view, start, end)
-                self.rows.append(rows)
-                self.versions.append(version)
-                self.row_count += (end - start - 4) // ROW.itemsize
-            else:
-                self._read_other(data, item)
+    def read(self, data: bytes, found: Scan) -> None:
+        rows, versions, counts = step_columns(data, found)
+        self.rows.append(rows)
+        self.versions.append(versions)
+        before = self.row_count + np.concatenate([[0], np.cumsum(counts)])
+        for item in found.others:
+            self.row_count = int(before[item.steps_before])
+            self._read_other(data, item)
+        self.row_count = int(before[-1])
 
     def _read_other(self, data: bytes, item: Record) -> None:
+        kind, start, end = item.kind, item.start, item.end
         slots = list(slots_of(data, item))
         self.top = max([self.top, *slots])
-        if item.kind == Kind.CONSUMED:
+        if kind == Kind.CONSUMED:
             self.consumed.update(slots)
             return
         slot = self.slots[slots[0]]
-        payload = data[item.start + 4 : item.end]
-        if item.kind == Kind.START:
+        payload = data[start + 4 : end]
+        if kind == Kind.START:
             slot.start = payload
-        elif item.kind == Kind.END:
+        elif kind == Kind.END:
             slot.end = payload
-        elif item.kind == Kind.RESET:
+        elif kind == Kind.RESET:
             self._reset(slot, *struct.unpack("<IIIII", payload))
         else:
-            _read_turn(slot, Kind(item.kind), payload, self.row_count)
+            _read_turn(slot, Kind(kind), payload, self.row_count)
 
     def _reset(self, slot: _Slot, turns: int, turn: int, tokens: int, closed: int, results: int) -> None:
         slot.resets.append(_Reset(self.row_count, turn if turns else 0, tokens))
@@ -199,11 +198,11 @@ def rebuild(segments: list[Segment], damage: Damage) -> Recovery:
     for segment in segments:
         data = segment.path.read_bytes()
         torn = damage.torn_bytes
-        records, good = scan(data, damage)
-        reader.read(data, records)
+        found = scan(data, damage)
+        reader.read(data, found)
         if damage.torn_bytes > torn:
             with segment.path.open("r+b") as file:
-                file.truncate(good)
+                file.truncate(found.end)
     return _recover(reader, damage)
 
 
@@ -260,7 +259,7 @@ def _unbroken(results: dict[int, Message]) -> Iterator[Message]:
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """The rows of unfinished samples sorted by slot, turn and place; `age` is their order in the log."""
+    """The rows of unfinished samples by slot, within a slot as logged; `age` is their order in the log."""
 
     rows: np.ndarray
     slots: np.ndarray
@@ -270,21 +269,14 @@ class _Columns:
 
     @classmethod
     def of(cls, reader: _Reader, over: set[int]) -> _Columns:
-        rows = np.frombuffer(b"".join(reader.rows), ROW)
-        counts = [part.nbytes // ROW.itemsize for part in reader.rows]
-        versions = np.repeat(np.array(reader.versions, np.int32), counts)
-        slots = rows["slot"].copy()
+        rows = np.concatenate([np.zeros(0, ITEM), *reader.rows])
+        versions = np.concatenate([np.zeros(0, np.int32), *reader.versions])
+        slots = rows.view(ROW)["slot"].copy()
         top = int(slots.max()) if len(rows) else -1
-        key = slots.astype(np.uint64)  # slot, 14 bits of turn, 22 bits of place
-        for shift, column in ((14, "turn"), (22, "index")):
-            key <<= np.uint64(shift)
-            key |= rows[column]
+        order = _by_slot(slots)
         if over:
-            wanted = np.flatnonzero(~np.isin(slots, np.array(sorted(over), np.uint32)))
-            order = wanted[np.argsort(key[wanted])]
-        else:
-            order = np.argsort(key)
-        return cls(rows[order], slots[order], versions[order], order, top)
+            order = order[~np.isin(slots[order], np.array(sorted(over), np.uint32))]
+        return cls(rows[order].view(ROW), slots[order], versions[order], order, top)
 
     @property
     def count(self) -> int:
@@ -296,14 +288,26 @@ class _Columns:
         return self.rows[low:high], self.versions[low:high], self.age[low:high]
 
     def after_resets(self, slot: int, resets: list[_Reset]) -> tuple[np.ndarray, np.ndarray]:
-        """The rows of one slot, without those that a reset made void, and their versions."""
+        """The rows of one slot that are not void, sorted by turn and place, and their versions."""
         rows, versions, age = self.rows_of(slot)
-        if not resets:
-            return rows, versions
         keep = np.ones(len(rows), bool)
         for reset in resets:
             behind = (rows["turn"] > reset.turn) | (
                 (rows["turn"] == reset.turn) & (rows["index"] >= reset.tokens)
             )
             keep &= ~(behind & (age < reset.row))
-        return rows[keep], versions[keep]
+        rows, versions = rows[keep], versions[keep]
+        places = (rows["turn"].astype(np.int64) << 32) | rows["index"]
+        again = np.flatnonzero(np.diff(places) <= 0)
+        if again.size:  # sampled anew, and the record that says so is lost: which rows count is not known
+            certain = rows["turn"] < rows["turn"][again + 1].min()
+            rows, versions = rows[certain], versions[certain]
+        return rows, versions
+
+
+def _by_slot(slots: np.ndarray) -> np.ndarray:
+    """A stable order by slot (uint32 [n]): two passes of numpy's radix sort, which takes 16 bits."""
+    order = np.argsort(slots.astype(np.uint16), kind="stable")
+    if len(slots) and int(slots.max()) > 0xFFFF:
+        order = order[np.argsort((slots[order] >> 16).astype(np.uint16), kind="stable")]
+    return order

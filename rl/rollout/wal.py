@@ -26,7 +26,7 @@ from envs.types import FinishReason, Message, Trajectory, TrajectoryKey
 from rl.engines.base import StepFrame
 from rl.rollout import codec
 from rl.rollout.assignment import Assignment
-from rl.rollout.frames import ROW, Damage, Kind, header, ints, record, step_payload
+from rl.rollout.frames import Damage, Kind, StepWriter, header, ints, record
 from rl.rollout.segments import Segment, list_segments, next_number, rewrite, segment_path, sync_folder
 from rl.rollout.state import FINISHES, LoggedSample, Recovery, rebuild
 
@@ -153,7 +153,7 @@ class TokenLog:
             route = self._route
             if route is None or route.sessions != frame.sessions or route.turns != frame.turns:
                 route = self._route = _Route.of(frame, self._lanes, self._lane_slot)
-            lanes, rows = route.lanes, route.rows
+            lanes, rows = route.lanes, route.writer.rows
             if lanes.size == 0:
                 return
             rows["index"] = self._lane_position[lanes]
@@ -166,7 +166,8 @@ class TokenLog:
             rows["logprob"] = frame.logprobs[route.known]
             self._counts["tokens"] += lanes.size
             self._counts["frames"] += 1
-            self._append(Kind.STEP, step_payload(frame.policy_version, rows))
+            self._raise_failure()
+            self._chunks.append(route.writer.record(frame.policy_version))
 
     # Writing it out.
 
@@ -319,7 +320,7 @@ class TokenLog:
 class _Route:
     """Which entries of a frame are logged and where; most steps have the sessions of the step before.
 
-    `known` selects the frame's logged entries, `rows` is their frame with slots and turns filled in,
+    `known` selects the frame's logged entries, `writer` has their rows with slots and turns filled in,
     `repeats` counts earlier entries of the same session (several tokens of one turn in a step), or is None.
     """
 
@@ -327,7 +328,7 @@ class _Route:
     turns: Sequence[int]
     known: np.ndarray | slice
     lanes: np.ndarray
-    rows: np.ndarray
+    writer: StepWriter
     repeats: np.ndarray | None
 
     @classmethod
@@ -335,12 +336,12 @@ class _Route:
         lanes = np.array([table.get(session, -1) for session in frame.sessions], np.int64)
         found = np.flatnonzero(lanes >= 0)
         lanes = lanes[found]
-        rows = np.zeros(len(lanes), ROW)
-        rows["slot"] = slots[lanes]
-        rows["turn"] = np.asarray(frame.turns, np.uint32)[found]
+        writer = StepWriter.of(len(lanes))
+        writer.rows["slot"] = slots[lanes]
+        writer.rows["turn"] = np.asarray(frame.turns, np.uint32)[found]
         known = slice(None) if len(found) == len(frame.sessions) else found
         repeats = _repeats(lanes) if len(np.unique(lanes)) < len(lanes) else None
-        return cls(list(frame.sessions), list(frame.turns), known, lanes, rows, repeats)
+        return cls(list(frame.sessions), list(frame.turns), known, lanes, writer, repeats)
 
 
 def _repeats(lanes: np.ndarray) -> np.ndarray:

@@ -154,8 +154,8 @@ class Worker:
                 stop = await self.scaffold.run(episode)
         except EpisodeEnded as ended:
             stop = ended.stop
-        if episode.fault or episode.interruption:
-            raise episode.fault or episode.interruption  # type: ignore[misc]
+        if cause := episode.fault or episode.interruption:
+            raise cause
         return episode.ended or stop
 
     def _refuse_lost_state(self, episode: EpisodeRun, recovered: LoggedSample | None) -> None:

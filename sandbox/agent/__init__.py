@@ -1,1 +1,1 @@
-"""The process inside a sandbox that answers for it."""
+"""The resident agent: the only code of ours that runs inside a sandbox."""

@@ -1,134 +1,237 @@
-"""The resident agent: the one process that answers for a sandbox, over one framed channel on stdin and stdout.
+"""The resident agent: the one process that answers for a sandbox, on a framed channel over its pipes.
 
-It is a single file of the standard library and is started before any untrusted code. The host treats it as
-hostile ground all the same: it holds no secret and keeps no log. A frame is `!II` (length of the JSON header,
-length of the body), the header, the body. Every request has an `id`; its reply carries the same.
+Pure standard library, started before any untrusted code. The host treats it as hostile ground all the same:
+it holds no secret and keeps no log. A frame is `!II` (length of the JSON header, length of the body), the
+header, the body; replies repeat the request's `id` and count up in `seq`.
 
-Each command runs below a keeper of its own: a child subreaper to which orphans of the command return, so that
-ending a command ends its whole tree, double-forked daemons included. Where the agent is root in the sandbox,
-commands run as another user and can reach neither keeper nor agent.
+    agent -> zygote -> keeper -> command      (agent, zygote and keeper stay root where the agent is root)
+
+The zygote is forked before the first request, so that a Python command, which is a fork of it, finds
+nothing of other commands in its memory. `keeper.py` says how a command ends with its whole tree. What
+`exec` leaves running in the background stays; a Python command leaves no process and no file behind.
 """
 
+from __future__ import annotations
+
+import array
+import base64
 import ctypes
 import errno
 import json
 import os
-import resource
 import select
 import signal
 import struct
 import sys
 import time
+from _socket import AF_UNIX, SCM_RIGHTS, SHUT_WR, SOCK_SEQPACKET, SOL_SOCKET, socket, socketpair
+
+from .keeper import DIRTY, EXITED, FAILED, STATUS, serve_forks
+from .program import CHUNK, JOB
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from .program import Header
 
 HEADER = struct.Struct("!II")
 MAX_HEADER, MAX_BODY = 1 << 16, 64 << 20
-CHUNK = 1 << 16
-GRACE_S = 0.2
-SAFE_PATH = "/usr/local/bin:/usr/bin:/bin"
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+GRACE_S, SLOTS = 0.2, 256
+PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 4, 22, 38
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Capped:
     """Keeps the head and the tail of a stream, at most `limit` bytes, and counts what it dropped."""
 
-    def __init__(self, limit):
+    def __init__(self, limit: int):
         self.head, self.tail = bytearray(), bytearray()
         self.half, self.dropped = max(limit // 2, 1), 0
 
-    def feed(self, data):
-        """Takes the next bytes."""
+    def feed(self, data: bytes) -> None:
+        """Takes the next bytes; the tail is cut only when it has doubled, so that bytes are moved once."""
         room = self.half - len(self.head)
         if room > 0:
             self.head += data[:room]
             data = data[room:]
         self.tail += data
-        if (over := len(self.tail) - self.half) > 0:
+        if len(self.tail) > 2 * self.half:
+            self.cut()
+
+    def cut(self) -> None:
+        """Drops what is over the limit."""
+        over = len(self.tail) - self.half
+        if over > 0:
             del self.tail[:over]
             self.dropped += over
 
-    def value(self):
+    def value(self) -> bytes:
         """Returns what was kept, with a note in place of what was dropped."""
-        if not self.dropped:
-            return bytes(self.head + self.tail)
-        return bytes(self.head) + b"\n[... %d bytes dropped ...]\n" % self.dropped + bytes(self.tail)
+        self.cut()
+        note = b"\n[... %d bytes dropped ...]\n" % self.dropped if self.dropped else b""
+        return bytes(self.head) + note + bytes(self.tail)
 
 
 class Command:
-    """A running command: its keeper, its streams and its deadline."""
+    """A running command: its streams, the socket of its keeper, and its deadline."""
 
-    def __init__(self, request_id, keeper, pipes, stdin, header):
-        self.id, self.keeper = request_id, keeper
-        self.stdin_fd, self.out_fd, self.err_fd, self.exit_fd = pipes
+    def __init__(self, header: Header, stdin: bytes, fds: tuple[int, int, int], keeper: socket, slot: int):
+        self.header, self.request = header, stdin
+        self.id, self.keeper, self.slot = int(header["id"]), keeper, slot
+        self.stdin_fd, self.out_fd, self.err_fd = fds
         self.stdin = memoryview(stdin)
         self.out, self.err = Capped(header["limit"]), Capped(header["limit"])
         self.started = time.monotonic()
         self.deadline = self.started + header["timeout_s"]
-        self.status, self.exit_data = None, b""
-        self.timed_out = self.cancelled = False
-        self.ended_at = None
+        self.status: int | None = None
+        self.failure = 0
+        self.ended_at = 0.0
+        self.timed_out = self.cancelled = self.stopping = self.gone = self.dirty = False
 
-    def fds(self):
-        """Returns the open descriptors that are read, with what each feeds."""
+    def streams(self) -> dict[int, Capped]:
+        """Returns the open output descriptors, with what each feeds."""
         return {fd: sink for fd, sink in ((self.out_fd, self.out), (self.err_fd, self.err)) if fd >= 0}
+
+    def wake_at(self) -> float:
+        """Returns when something is to be done although nothing was heard."""
+        return self.ended_at + GRACE_S if self.ended_at else self.deadline
+
+    def finished(self, now: float) -> bool:
+        """Whether to report: the tree is gone, or the main process is and a child only holds its streams."""
+        if not self.gone and (self.status is None or self.stopping or self.slot):
+            return False
+        return not self.streams() or now >= self.ended_at + GRACE_S
+
+    def stop(self) -> None:
+        """Asks the keeper to end the tree; its end of the socket closes when all is gone."""
+        if not self.stopping and not self.gone:
+            self.stopping = True
+            self.keeper.shutdown(SHUT_WR)
+
+    def hear(self) -> None:
+        """Takes what the keeper says: how the main process ended, and by its end that all did."""
+        data = self.keeper.recv(STATUS.size)
+        if not data:
+            self.gone = True
+        else:
+            kind, value = STATUS.unpack(data)
+            self.status = value if kind == EXITED else self.status
+            self.failure = value if kind == FAILED else self.failure
+            self.dirty = self.dirty or kind == DIRTY
+        self.ended_at = self.ended_at or time.monotonic()
+
+    def feed(self) -> None:
+        """Writes standard input; a command that does not read it loses it."""
+        try:
+            self.stdin = self.stdin[os.write(self.stdin_fd, self.stdin[:CHUNK]) :]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            self.stdin = self.stdin[:0]
+        if not self.stdin:
+            self.shut("stdin_fd")
+
+    def drain(self, fd: int) -> None:
+        """Reads one output stream."""
+        data = os.read(fd, CHUNK)
+        if data:
+            self.streams()[fd].feed(data)
+        else:
+            self.shut("out_fd" if fd == self.out_fd else "err_fd")
+
+    def shut(self, *names: str) -> None:
+        """Closes descriptors."""
+        for name in names:
+            if getattr(self, name) >= 0:
+                os.close(getattr(self, name))
+                setattr(self, name, -1)
 
 
 class Agent:
     """The event loop: requests in, commands run, replies out."""
 
-    def __init__(self, channel_in, channel_out, uid):
-        self.channel_in, self.channel_out, self.uid = channel_in, channel_out, uid
+    def __init__(self, channel_in: int, channel_out: int, zygote: socket):
+        self.channel_in, self.channel_out, self.zygote = channel_in, channel_out, zygote
         self.received, self.outgoing = bytearray(), bytearray()
-        self.commands = {}
+        self.commands: dict[int, Command] = {}
+        self.background: dict[int, socket] = {}
+        self.deferred: list[Command] = []
+        self.slots = set(range(1, SLOTS))
+        self.sequence = 0
         self.open = True
         os.set_blocking(channel_in, False)
         os.set_blocking(channel_out, False)
 
-    def run(self):
-        """Serves until the channel closes, then ends everything that still runs."""
+    def run(self) -> None:
+        """Serves until the channel closes; the keepers then end everything that still runs."""
         while self.open:
             self.wait()
+            now = time.monotonic()
             for command in list(self.commands.values()):
-                self.advance(command)
-        for command in self.commands.values():
-            os.kill(command.keeper, signal.SIGTERM)
+                if command.finished(now):
+                    self.report(command, now)
+                elif now >= command.deadline and not command.ended_at and not command.timed_out:
+                    command.timed_out = True
+                    command.deadline = now + 3600
+                    command.stop()
 
-    def wait(self):
+    def wait(self) -> None:
         """Waits for the next event and moves bytes."""
         poller = select.poll()
         poller.register(self.channel_in, select.POLLIN)
+        poller.register(self.zygote.fileno(), select.POLLIN)
         if self.outgoing:
             poller.register(self.channel_out, select.POLLOUT)
-        owners = {}
-        now, timeout = time.monotonic(), 60.0
+        for fd in self.background:
+            poller.register(fd, select.POLLIN)
+        owners: dict[int, Command] = {}
+        wake = time.monotonic() + 60
         for command in self.commands.values():
-            for fd in (*command.fds(), *((command.exit_fd,) if command.exit_fd >= 0 else ())):
-                owners[fd] = command
-                poller.register(fd, select.POLLIN)
-            if command.stdin_fd >= 0:
-                owners[command.stdin_fd] = command
-                poller.register(command.stdin_fd, select.POLLOUT)
-            wake = command.deadline if command.ended_at is None else command.ended_at + GRACE_S
-            timeout = min(timeout, wake - now)
-        for fd, _ in poller.poll(max(timeout, 0) * 1000):
-            if fd == self.channel_in:
-                self.receive()
-            elif fd == self.channel_out:
-                self.flush()
-            elif fd in owners:
-                self.move(owners[fd], fd)
+            self.register(poller, command, owners)
+            wake = min(wake, command.wake_at())
+        timeout_s = max(wake - time.monotonic(), 0)
+        for fd, _ in poller.poll(timeout_s * 1000 + (1 if timeout_s else 0)):
+            self.serve(fd, owners)
 
-    def receive(self):
-        """Reads requests off the channel and starts them."""
-        try:
-            data = os.read(self.channel_in, 1 << 20)
-        except BlockingIOError:
-            return
-        if not data:
+    def register(self, poller: select.poll, command: Command, owners: dict[int, Command]) -> None:
+        """Adds the descriptors of a command to what is waited for."""
+        fds = [*command.streams()] + ([] if command.gone else [command.keeper.fileno()])
+        for fd in fds:
+            owners[fd] = command
+            poller.register(fd, select.POLLIN)
+        if command.stdin_fd >= 0:
+            owners[command.stdin_fd] = command
+            poller.register(command.stdin_fd, select.POLLOUT)
+
+    def serve(self, fd: int, owners: dict[int, Command]) -> None:
+        """Serves one descriptor that is ready."""
+        if fd == self.channel_in:
+            self.receive()
+        elif fd == self.channel_out:
+            self.flush()
+        elif fd == self.zygote.fileno():
             self.open = False
-            return
+        elif fd in self.background:
+            if not self.background[fd].recv(STATUS.size):
+                self.background.pop(fd).close()
+            if not self.background:
+                self.resume()
+        elif fd in owners:
+            command = owners[fd]
+            if fd == command.stdin_fd:
+                command.feed()
+            elif fd in command.streams():
+                command.drain(fd)
+            else:
+                command.hear()
+
+    def receive(self) -> None:
+        """Reads requests off the channel and serves them."""
+        data = os.read(self.channel_in, 1 << 20)
+        self.open = bool(data)
         self.received += data
-        while len(self.received) >= HEADER.size:
+        while self.open and len(self.received) >= HEADER.size:
             head, body = HEADER.unpack_from(self.received)
             if head > MAX_HEADER or body > MAX_BODY:
                 self.open = False
@@ -136,323 +239,136 @@ class Agent:
             end = HEADER.size + head + body
             if len(self.received) < end:
                 return
-            header = json.loads(bytes(self.received[HEADER.size : HEADER.size + head]))
+            text = bytes(self.received[HEADER.size : HEADER.size + head])
             payload = bytes(self.received[HEADER.size + head : end])
             del self.received[:end]
-            self.handle(header, payload)
+            self.handle(json.loads(text), text, payload)
 
-    def handle(self, header, payload):
-        """Serves one request; what is wrong with it goes back as an error."""
-        try:
-            getattr(self, "on_" + header["op"])(header, payload)
-        except OSError as error:
-            self.reply(header, error=errno.errorcode.get(error.errno, "EIO"), message=str(error))
-
-    def on_ping(self, header, payload):
-        """Answers at once."""
-        self.reply(header)
-
-    def on_exec(self, header, payload):
-        """Starts an argv with `payload` as its standard input."""
-        self.start(header, payload, lambda: exec_argv(header["argv"], header["env"]))
-
-    def on_python(self, header, payload):
-        """Starts Python source in a fresh fork of this interpreter."""
-        size = header["source_bytes"]
-        source = payload[:size]
-        self.start(header, payload[size:], lambda: run_source(source))
-
-    def on_kill(self, header, payload):
-        """Ends a running command with everything below it."""
-        command = self.commands.get(header["target"])
-        if command is not None:
-            command.cancelled = True
-            stop(command)
-        self.reply(header)
-
-    def on_read(self, header, payload):
-        """Returns a regular file of at most `limit` bytes, read with the rights of a command."""
-        self.start(header, b"", lambda: copy_out(header["path"], header["limit"]))
-
-    def on_write(self, header, payload):
-        """Writes a file with the rights of a command, making its folders."""
-        self.start(header, payload, lambda: copy_in(header["path"], header["mode"]))
-
-    def start(self, header, stdin, body):
-        """Forks the keeper, which forks the command."""
-        pairs = [os.pipe() for _ in range(4)]
-        (in_r, in_w), (out_r, out_w), (err_r, err_w), (exit_r, exit_w) = pairs
-        keeper = os.fork()
-        if keeper == 0:
-            keep(body, (in_r, out_w, err_w), exit_w, self.uid, header.get("cwd", "/work"))
-        for fd in (in_r, out_w, err_w, exit_w):
-            os.close(fd)
-        for fd in (in_w, out_r, err_r, exit_r):
-            os.set_blocking(fd, False)
-        command = Command(header["id"], keeper, (in_w, out_r, err_r, exit_r), stdin, header)
-        self.commands[header["id"]] = command
-        if not stdin:
-            self.shut(command, "stdin_fd")
-
-    def move(self, command, fd):
-        """Moves the bytes of one descriptor of a command."""
-        if fd == command.stdin_fd:
-            self.feed(command)
-            return
-        try:
-            data = os.read(fd, CHUNK)
-        except BlockingIOError:
-            return
-        if fd == command.exit_fd:
-            command.exit_data += data
-            if len(command.exit_data) >= 4 or not data:
-                self.shut(command, "exit_fd")
-                command.ended_at = time.monotonic()
-                if len(command.exit_data) >= 4:
-                    command.status = struct.unpack("!i", command.exit_data[:4])[0]
-        elif data:
-            command.fds()[fd].feed(data)
+    def handle(self, header: Header, text: bytes, payload: bytes) -> None:
+        """Serves one request; a command that cannot be started goes back as an error."""
+        if header["op"] == "ping":
+            self.reply(header["id"])
+        elif header["op"] == "kill":
+            command = self.commands.get(header["target"])
+            if command is not None:
+                command.cancelled = True
+                command.stop()
+            self.reply(header["id"])
         else:
-            self.shut(command, "out_fd" if fd == command.out_fd else "err_fd")
+            try:
+                self.start(header, JOB.pack(len(text)) + text + payload)
+            except OSError as error:
+                self.reply(header["id"], error=errno.errorcode.get(error.errno or 0, "EIO"))
 
-    def feed(self, command):
-        """Writes standard input; a command that does not read it loses it."""
-        try:
-            done = os.write(command.stdin_fd, command.stdin[:CHUNK])
-            command.stdin = command.stdin[done:]
-        except BlockingIOError:
-            return
-        except BrokenPipeError:
-            command.stdin = command.stdin[:0]
-        if not command.stdin:
-            self.shut(command, "stdin_fd")
-
-    def shut(self, command, name):
-        """Closes one descriptor of a command."""
-        if (fd := getattr(command, name)) >= 0:
+    def start(self, header: Header, stdin: bytes) -> None:
+        """Has the zygote fork a keeper, which forks the command; the job goes ahead of its standard input."""
+        slot = self.slots.pop() if header["op"] == "python" else 0
+        ours, theirs = socketpair(AF_UNIX, SOCK_SEQPACKET)
+        pipes = [os.pipe() for _ in range(3)]
+        (in_r, in_w), (out_r, out_w), (err_r, err_w) = pipes
+        given = array.array("i", [in_r, out_w, err_w, theirs.fileno()])
+        self.zygote.sendmsg([JOB.pack(slot)], [(SOL_SOCKET, SCM_RIGHTS, given)])
+        theirs.close()
+        for fd in (in_r, out_w, err_w):
             os.close(fd)
-            setattr(command, name, -1)
+        for fd in (in_w, out_r, err_r):
+            os.set_blocking(fd, False)
+        command = Command(header, stdin, (in_w, out_r, err_r), ours, slot)
+        self.commands[command.id] = command
+        command.feed()
 
-    def advance(self, command):
-        """Ends a command whose time is up, and reports one that ended (a child may still hold its streams)."""
-        now = time.monotonic()
-        if command.ended_at is None:
-            if now >= command.deadline and not command.timed_out:
-                command.timed_out = True
-                stop(command)
-                command.deadline = now + 3600
-            return
-        if command.fds() and now < command.ended_at + GRACE_S:
-            return
-        stop(command)
-        for name in ("stdin_fd", "out_fd", "err_fd"):
-            self.shut(command, name)
-        os.waitpid(command.keeper, 0)
+    def report(self, command: Command, now: float) -> None:
+        """Replies with what a command did and lets go of it."""
         del self.commands[command.id]
+        command.shut("stdin_fd", "out_fd", "err_fd")
+        if command.slot:
+            self.slots.add(command.slot)
+        if command.gone:
+            command.keeper.close()
+        else:
+            self.background[command.keeper.fileno()] = command.keeper
+        if command.status is None and not command.stopping:
+            self.fail(command)
+            return
         out, err = command.out.value(), command.err.value()
         self.reply(
-            {"id": command.id},
+            command.id,
             out + err,
             exit_code=command.status,
             stdout_bytes=len(out),
             truncated=bool(command.out.dropped or command.err.dropped),
             timed_out=command.timed_out,
             cancelled=command.cancelled,
+            dirty=command.dirty,
             duration_s=now - command.started,
         )
 
-    def reply(self, header, body=b"", **fields):
+    def fail(self, command: Command) -> None:
+        """Answers for a command that did not start; for want of room, the background is ended first."""
+        if command.failure == errno.EAGAIN and self.background:
+            for keeper in self.background.values():
+                keeper.shutdown(SHUT_WR)
+            self.deferred.append(command)
+        else:
+            self.reply(command.id, error=errno.errorcode.get(command.failure, "EIO"))
+
+    def resume(self) -> None:
+        """Starts what waited for the end of what ran in the background."""
+        commands, self.deferred = self.deferred, []
+        for command in commands:
+            self.start(command.header, command.request)
+
+    def reply(self, request_id: int, body: bytes = b"", **fields: Any) -> None:
         """Queues a reply and sends what the channel takes."""
-        text = json.dumps({"id": header["id"], **fields}).encode()
+        self.sequence += 1
+        text = json.dumps({"id": request_id, "seq": self.sequence, **fields}).encode()
         self.outgoing += HEADER.pack(len(text), len(body)) + text + body
         self.flush()
 
-    def flush(self):
+    def flush(self) -> None:
         """Writes queued replies."""
         try:
             while self.outgoing:
                 done = os.write(self.channel_out, self.outgoing[: 1 << 20])
                 del self.outgoing[:done]
         except BlockingIOError:
-            pass
+            return
         except BrokenPipeError:
             self.open = False
 
 
-def stop(command):
-    """Asks a command's keeper to end its tree."""
-    try:
-        os.kill(command.keeper, signal.SIGTERM)
-    except ProcessLookupError:
-        pass
+def confine(config: Header) -> None:
+    """Gives up, for good and for all children, new privileges and the system calls of the filter."""
+    _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if config["uid"] is None:
+        _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # commands share the agent's user: no ptrace of it
+    if config["seccomp"]:
+        program = base64.b64decode(config["seccomp"])
+        code = ctypes.create_string_buffer(program)
+        head = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(code))
+        if _libc.prctl(PR_SET_SECCOMP, 2, ctypes.c_char_p(head), 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "the system call filter was refused")
 
 
-def keep(body, streams, exit_fd, uid, cwd):
-    """Runs a command and ends with its whole tree gone. Never returns."""
-    try:
-        _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        os.setsid()
-        signal.set_wakeup_fd(-1)
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
-        child = os.fork()
-        if child == 0:
-            become_command(body, streams, uid, cwd)
-        close_all_but({exit_fd})
-        status = None
-        while True:
-            if signal.sigwait({signal.SIGTERM, signal.SIGCHLD}) == signal.SIGTERM:
-                break
-            if (ended := reap(child)) is not None:
-                status = ended
-                os.write(exit_fd, struct.pack("!i", status))
-        end_tree()
-        if status is None:
-            os.write(exit_fd, struct.pack("!i", -signal.SIGKILL))
-    finally:
-        os._exit(0)
-
-
-def reap(child):
-    """Reaps what ended and returns the status of `child` when it is among it: exit code, or minus signal."""
-    found = None
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return found
-        if pid == 0:
-            return found
-        if pid == child:
-            found = os.waitstatus_to_exitcode(status)
-
-
-def end_tree():
-    """Kills every descendant of this process until none is left; orphans among them have become children."""
-    while True:
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            return
-        for pid in descendants(os.getpid()):
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-        time.sleep(0.001)
-
-
-def descendants(root):
-    """Returns all processes below `root`, from /proc."""
-    parents = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                with open("/proc/" + name + "/stat", "rb") as file:
-                    parents[int(name)] = int(file.read().rsplit(b")", 1)[1].split()[1])
-            except (OSError, IndexError):
-                continue
-    found, grown = {root}, True
-    while grown:
-        new = {pid for pid, parent in parents.items() if parent in found and pid not in found}
-        found |= new
-        grown = bool(new)
-    return found - {root}
-
-
-def become_command(body, streams, uid, cwd):
-    """Turns a fresh fork into the command: its streams, its user, nothing else of the agent. Never returns."""
-    code = 127
-    try:
-        os.setsid()
-        for target, fd in enumerate(streams):
-            os.dup2(fd, target)
-        close_all_but({0, 1, 2})
-        for number in (signal.SIGPIPE, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, set())
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if uid is not None:
-            os.setgroups([])
-            os.setresgid(uid, uid, uid)
-            os.setresuid(uid, uid, uid)
-        os.chdir(cwd)
-        code = body()
-    except BaseException as error:
-        os.write(2, ("%s: %s\n" % (type(error).__name__, error)).encode())
-    finally:
-        os._exit(code)
-
-
-def close_all_but(keep_open):
-    """Closes every descriptor but those named."""
-    low = 0
-    for fd in [*sorted(keep_open), resource.getrlimit(resource.RLIMIT_NOFILE)[0]]:
-        if low < fd:  # an empty range would close everything
-            os.closerange(low, fd)
-        low = fd + 1
-
-
-def exec_argv(argv, env):
-    """Replaces the process by a program; its name is looked up in the command's own PATH."""
-    os.execvpe(argv[0], argv, {"PATH": SAFE_PATH, "HOME": "/work", "LANG": "C.UTF-8", **env})
-
-
-def run_source(source):
-    """Runs Python source as a main program and returns its exit code."""
-    os.environ.clear()
-    os.environ.update(PATH=SAFE_PATH, HOME="/work", LANG="C.UTF-8")
-    sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)
-    sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)
-    sys.stderr = open(2, "w", encoding="utf-8", errors="replace", closefd=False, buffering=1)
-    code = 0
-    try:
-        exec(compile(source, "<source>", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
-    except BaseException as error:
-        print(type(error).__name__ + ": " + str(error), file=sys.stderr)
-        code = 1
-    sys.stdout.flush()
-    return code & 255
-
-
-def copy_out(path, limit):
-    """Writes a regular file to standard output; one that is larger than `limit` is refused."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    info = os.fstat(fd)
-    if info.st_mode & 0o170000 != 0o100000:
-        raise OSError(errno.EINVAL, "not a regular file")
-    if info.st_size > limit:
-        raise OSError(errno.EFBIG, "%d bytes are more than the limit of %d" % (info.st_size, limit))
-    while data := os.read(fd, CHUNK):
-        os.write(1, data)
-    return 0
-
-
-def copy_in(path, mode):
-    """Writes standard input to a file."""
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
-    while data := os.read(0, CHUNK):
-        view = memoryview(data)
-        while view:
-            view = view[os.write(fd, view) :]
-    os.fchmod(fd, mode)
-    return 0
-
-
-def main():
+def main() -> None:
     """Takes the channel off stdin and stdout, so that no command can inherit it, and serves."""
-    uid = int(sys.argv[1]) if len(sys.argv) > 1 and os.geteuid() == 0 else None
+    config: Header = json.loads(sys.argv[1])
+    config["uid"] = config["uid"] if os.geteuid() == 0 else None
+    confine(config)
     channel_in, channel_out = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
     os.close(null)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    Agent(channel_in, channel_out, uid).run()
+    ours, theirs = socketpair(AF_UNIX, SOCK_SEQPACKET)
+    if os.fork() == 0:
+        ours.close()
+        os.close(channel_in)
+        os.close(channel_out)
+        serve_forks(theirs, config)
+    theirs.close()
+    Agent(channel_in, channel_out, ours).run()
 
 
 if __name__ == "__main__":

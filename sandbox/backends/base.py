@@ -2,42 +2,72 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from sandbox.backends import seccomp
 from sandbox.channel import ByteReader
 from sandbox.resident import ByteWriter
-from sandbox.types import SandboxSpec
+from sandbox.types import Capabilities, Limits, SandboxSpec
 
-AGENT = Path(__file__).parent.parent / "agent" / "agent.py"
+AGENT = Path(__file__).parent.parent / "agent"
+"""The folder of the resident agent; a sandbox has it as `<somewhere>/agent`."""
+
 COMMAND_UID = 60000
+"""The user of commands; Python commands have one each of those that follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A sandbox that runs: its agent's streams, how to end it, and whether the kernel killed for memory."""
+    """A sandbox that runs: its agent's streams, how to end it, and how often the kernel killed for memory."""
 
     reader: ByteReader
     writer: ByteWriter
     kill: Callable[[], Awaitable[None]]
-    oom_kills: Callable[[], Awaitable[int]]
+    oom_kills: Callable[[], int]
 
 
 class Backend(Protocol):
-    """One way to isolate. `missing` says in one line why it cannot be used here, or is empty."""
+    """One way to isolate. A node has one instance of each."""
 
     name: str
 
     async def missing(self) -> str:
-        """Returns what this machine lacks, with the way to get it; empty when all is there."""
+        """Returns in one line what this machine lacks, with the way to get it; empty when all is there."""
+        ...
+
+    def capabilities(self) -> Capabilities:
+        """Returns what it holds on this machine."""
         ...
 
     async def start(self, box_id: str, owner: str, spec: SandboxSpec) -> Started:
         """Starts one sandbox."""
         ...
 
-    async def reclaim(self, keep: frozenset[str]) -> list[str]:
-        """Removes sandboxes of owners not in `keep` that an earlier node left behind; returns their ids."""
+    def leave(self) -> None:
+        """Lets go of what the node shares between its sandboxes; there are none any more."""
         ...
+
+    async def reclaim(self, state_dir: Path) -> list[str]:
+        """Removes what an earlier node of `state_dir` left behind; returns names."""
+        ...
+
+
+def agent_command(folder: str, limits: Limits, *, uid: int | None, alone: bool) -> list[str]:
+    """Returns the interpreter's arguments that start the agent found at `folder`/agent.
+
+    Args:
+        folder: Where the sandbox has the agent.
+        limits: Of the sandbox; those that the kernel keeps per process are passed on.
+        uid: The first user of commands, or None to run them as the agent's.
+        alone: Whether no control group holds memory and processes, so that limits per process must do.
+    """
+    rlimits = {"NOFILE": limits.open_files, "FSIZE": limits.tmpfs_bytes, "CORE": 0, "MEMLOCK": 1 << 16}
+    if alone:
+        rlimits |= {"AS": limits.memory_bytes, "NPROC": limits.pids}
+    config = json.dumps({"uid": uid, "rlimits": rlimits, "seccomp": seccomp.program()})
+    start = f"import sys; sys.path.insert(0, {folder!r}); from agent.agent import main; main()"
+    return ["-I", "-S", "-c", start, config]

@@ -7,19 +7,21 @@ Run by root, the agent keeps the capabilities to change user and to kill, and co
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from sandbox.backends.base import AGENT, COMMAND_UID, Started
-from sandbox.backends.cgroups import Cgroup, sweep
-from sandbox.errors import InfrastructureError
-from sandbox.types import Limits, SandboxSpec
+from sandbox.backends.base import AGENT, COMMAND_UID, Started, agent_command
+from sandbox.backends.cgroups import Cgroup, controllers, leave, sweep
+from sandbox.errors import InfrastructureError, PolicyError
+from sandbox.types import Capabilities, Limits, SandboxSpec
 
 _SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin")
 _ETC = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+_AGENT_AT = "/run/tempering"
 _CAPABILITIES = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL")
 
 
@@ -33,50 +35,76 @@ class Bubblewrap:
         if shutil.which("bwrap") is None:
             return "bubblewrap is not installed (apt-get install bubblewrap)"
         probe = await asyncio.create_subprocess_exec(
-            *_namespaces(), *_system(), "--", "/bin/true",
-            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
-        )  # fmt: skip
+            *_namespaces(),
+            *_system(),
+            "--",
+            "/bin/true",
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+        )
         _, problem = await probe.communicate()
-        return (
-            "" if probe.returncode == 0 else f"bwrap cannot make namespaces here: {problem.decode().strip()}"
+        if probe.returncode == 0:
+            return ""
+        return f"bwrap cannot make namespaces here: {problem.decode(errors='replace').strip()}"
+
+    def capabilities(self) -> Capabilities:
+        """Returns what holds here: limits need control groups, users of their own need root."""
+        held = controllers()
+        return Capabilities(
+            images=False,
+            memory_limit="memory" in held,
+            process_limit="pids" in held,
+            cpu_limit="cpu" in held,
+            inode_limit=False,
+            separate_users=os.geteuid() == 0,
         )
 
     async def start(self, box_id: str, owner: str, spec: SandboxSpec) -> Started:
         """Starts one sandbox.
 
         Raises:
-            InfrastructureError: An image was asked for, or bwrap could not be started.
+            PolicyError: An image was asked for.
+            InfrastructureError: bwrap could not be started.
         """
         if spec.image:
-            raise InfrastructureError(
+            raise PolicyError(
                 f"the bubblewrap backend has no images (asked for {spec.image!r}); use sandbox.backend=docker"
             )
         cgroup = Cgroup.create(box_id, spec.limits)
-        process = await asyncio.create_subprocess_exec(
-            *cgroup.wrap(_arguments(spec.limits)),
+        try:
+            process = await self._spawn(cgroup, spec.limits)
+        except OSError as error:
+            await cgroup.remove()
+            raise InfrastructureError(f"bwrap could not be started: {error}") from error
+        assert process.stdin is not None and process.stdout is not None
+
+        async def kill() -> None:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+            await process.wait()
+            await cgroup.remove()
+
+        return Started(process.stdout, process.stdin, kill, cgroup.oom_kills)
+
+    async def _spawn(self, cgroup: Cgroup, limits: Limits) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *cgroup.wrap(_arguments(limits)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
             start_new_session=True,
             limit=1 << 22,
         )
-        assert process.stdin is not None and process.stdout is not None
 
-        async def kill() -> None:
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
-            cgroup.remove()
+    async def reclaim(self, state_dir: Path) -> list[str]:
+        """Sandboxes die with their node (`--die-with-parent`); only control groups can be left."""
+        return await asyncio.to_thread(sweep)
 
-        async def oom_kills() -> int:
-            return cgroup.oom_kills()
-
-        return Started(process.stdout, process.stdin, kill, oom_kills)
-
-    async def reclaim(self, keep: frozenset[str]) -> list[str]:
-        """Sandboxes die with their node (`--die-with-parent`); only empty control groups can be left."""
-        sweep()
-        return []
+    def leave(self) -> None:
+        """Removes the node's own control group."""
+        leave()
 
 
 def _namespaces() -> Iterator[str]:
@@ -115,8 +143,13 @@ def _arguments(limits: Limits) -> Iterator[str]:
     yield from extra
     for path in ("/tmp", "/work", "/dev/shm"):
         yield from ("--size", str(limits.tmpfs_bytes), "--perms", "1777", "--tmpfs", path)
-    yield from ("--ro-bind", str(AGENT), "/run/tempering/agent.py", "--remount-ro", "/", "--chdir", "/work")
-    yield from ("--", interpreter, "-I", "-S", "/run/tempering/agent.py", str(COMMAND_UID))
+    yield from ("--ro-bind", str(AGENT), f"{_AGENT_AT}/agent", "--remount-ro", "/", "--chdir", "/work", "--")
+    root = os.geteuid() == 0
+    alone = not {"memory", "pids"} <= controllers()
+    yield from (
+        interpreter,
+        *agent_command(_AGENT_AT, limits, uid=COMMAND_UID if root else None, alone=alone),
+    )
 
 
 def _interpreter() -> tuple[str, tuple[str, ...]]:

@@ -1,10 +1,19 @@
-"""Limits of memory and processes by control groups (version 1), where this process may make them."""
+"""Limits of memory, processes and cores by control groups, where this process may make them.
+
+Groups are named `tempering/<node>/<sandbox>`, the node by its process id and start time, so that what a
+killed node left can be told from what a living one holds. Versions 1 (a tree a controller) and 2 (one tree)
+both work.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import os
-from collections.abc import Iterable
+import signal
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +21,8 @@ from sandbox.types import Limits
 
 _ROOT = Path("/sys/fs/cgroup")
 _PARENT = "tempering"
+_PERIOD_US = 100_000
+_REMOVE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,55 +32,133 @@ class Cgroup:
     folders: dict[str, Path]
 
     @classmethod
-    def create(cls, name: str, limits: Limits) -> Cgroup:
+    def create(cls, name: str, limits: Limits, root: Path = _ROOT) -> Cgroup:
         """Makes groups with the limits of `limits`; a controller that is not writable is left out."""
-        settings = {
-            "memory": {
-                "memory.limit_in_bytes": limits.memory_bytes,
-                "memory.memsw.limit_in_bytes": limits.memory_bytes,
-            },
-            "pids": {"pids.max": limits.pids},
-            "cpu": {"cpu.cfs_period_us": 100_000, "cpu.cfs_quota_us": int(limits.cpus * 100_000)},
-        }
         folders: dict[str, Path] = {}
-        for controller, values in settings.items():
-            folder = _ROOT / controller / _PARENT / name
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError:
-                continue
-            for file, value in values.items():
-                if (folder / file).exists():
-                    (folder / file).write_text(str(value))
-            folders[controller] = folder
+        for controller, values in _settings(limits, unified(root)).items():
+            base = root if unified(root) else root / controller
+            with contextlib.suppress(OSError):
+                folder = _make(base, name, unified(root))
+                for file, value in values.items():
+                    if (folder / file).exists():
+                        (folder / file).write_text(str(value))
+                folders[controller] = folder
         return cls(folders)
 
     def wrap(self, argv: Iterable[str]) -> list[str]:
         """Returns a command that enters the groups and becomes `argv`, so that nothing runs outside them."""
-        enter = "".join(f"echo $$ > {folder}/cgroup.procs; " for folder in self.folders.values())
+        enter = "".join(f"echo $$ > {folder}/cgroup.procs; " for folder in sorted(set(self.folders.values())))
         return ["/bin/sh", "-c", enter + 'exec "$@"', "sh", *argv]
 
     def oom_kills(self) -> int:
         """Returns how many processes the kernel killed for memory."""
-        folder = self.folders.get("memory")
-        if folder is None:
-            return 0
+        return oom_kills(self.folders["memory"]) if "memory" in self.folders else 0
+
+    async def remove(self) -> None:
+        """Ends what is left in the groups and removes them; one that cannot be is left to `sweep`."""
+        await asyncio.to_thread(_remove_all, sorted(set(self.folders.values())))
+
+
+@functools.cache
+def controllers(root: Path = _ROOT) -> frozenset[str]:
+    """Returns the controllers of which this process can make groups."""
+    probe = Cgroup.create("probe", Limits(), root)
+    for folder in set(probe.folders.values()):
+        _remove(folder)
+    return frozenset(probe.folders)
+
+
+def unified(root: Path) -> bool:
+    """Whether the machine has version 2 of control groups."""
+    return (root / "cgroup.controllers").exists()
+
+
+def oom_kills(folder: Path) -> int:
+    """Returns the kernel's count of processes killed for memory in a group of either version."""
+    for file in ("memory.oom_control", "memory.events"):
         with contextlib.suppress(OSError):
-            for line in (folder / "memory.oom_control").read_text().splitlines():
+            for line in (folder / file).read_text().splitlines():
                 if line.startswith("oom_kill "):
                     return int(line.split()[1])
-        return 0
-
-    def remove(self) -> None:
-        """Removes the groups; one that still holds a dying process stays for `sweep`."""
-        for folder in self.folders.values():
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+    return 0
 
 
-def sweep() -> None:
-    """Removes groups without processes that earlier nodes left."""
-    for folder in _ROOT.glob(f"*/{_PARENT}/*"):
-        if folder.is_dir() and not (folder / "cgroup.procs").read_text().strip():
-            with contextlib.suppress(OSError):
-                os.rmdir(folder)
+def sweep(root: Path = _ROOT) -> list[str]:
+    """Removes the groups of nodes that do not live any more, with what runs in them; returns their names."""
+    left: set[str] = set()
+    for node in _nodes(root):
+        if not _alive(node.name):
+            boxes = [path for path in node.glob("*") if path.is_dir()]
+            left |= {path.name for path in boxes}
+            _remove_all([*boxes, node])
+    return sorted(left)
+
+
+def leave(root: Path = _ROOT) -> None:
+    """Removes the groups that hold those of this node, which ends."""
+    _remove_all([node for node in _nodes(root) if node.name == _node_name(os.getpid())])
+
+
+def _nodes(root: Path) -> list[Path]:
+    parents = (root / _PARENT, *root.glob(f"*/{_PARENT}"))
+    return [node for parent in parents for node in parent.glob("*-*") if node.is_dir()]
+
+
+def _settings(limits: Limits, v2: bool) -> dict[str, dict[str, str | int]]:
+    quota = int(limits.cpus * _PERIOD_US)
+    if v2:
+        return {
+            "memory": {"memory.max": limits.memory_bytes, "memory.swap.max": 0, "memory.oom.group": 0},
+            "pids": {"pids.max": limits.pids},
+            "cpu": {"cpu.max": f"{quota} {_PERIOD_US}"},
+        }
+    memory = limits.memory_bytes
+    return {
+        "memory": {"memory.limit_in_bytes": memory, "memory.memsw.limit_in_bytes": memory},
+        "pids": {"pids.max": limits.pids},
+        "cpu": {"cpu.cfs_period_us": _PERIOD_US, "cpu.cfs_quota_us": quota},
+    }
+
+
+def _make(base: Path, name: str, v2: bool) -> Path:
+    folder = base
+    for part in (_PARENT, _node_name(os.getpid()), name):
+        if v2:
+            (folder / "cgroup.subtree_control").write_text("+memory +pids +cpu")
+        folder = folder / part
+        folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _node_name(pid: int) -> str:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return f"{pid}-{fields[19]}" if fields[0] != "Z" else ""
+
+
+def _alive(node: str) -> bool:
+    pid = node.split("-")[0]
+    with contextlib.suppress(OSError, ValueError):
+        return _node_name(int(pid)) == node
+    return False
+
+
+def _processes(folder: Path) -> Iterator[int]:
+    with contextlib.suppress(OSError):
+        yield from map(int, (folder / "cgroup.procs").read_text().split())
+
+
+def _remove_all(folders: Iterable[Path]) -> None:
+    """Removes groups in their order; the processes in them take a moment to die."""
+    deadline = time.monotonic() + _REMOVE_S
+    for folder in folders:
+        while not _remove(folder) and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+
+def _remove(folder: Path) -> bool:
+    for pid in _processes(folder):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+    return not folder.exists()

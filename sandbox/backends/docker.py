@@ -1,42 +1,48 @@
 """The container tier: one hardened Docker container per sandbox, its main process the resident agent.
 
-The channel is the container's attached stdin and stdout, so no command costs a call of the daemon. Containers
-carry labels, and whatever a dead node left is found and removed by label alone.
+The channel is the container's attached stdin and stdout, so no command costs a call of the daemon. When the
+node dies the daemon closes the container's stdin, the agent ends, and the daemon removes the container;
+what stays for another reason carries labels, by which the next node finds and removes it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import struct
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import docker
 import docker.errors
 import docker.types
 import requests.exceptions
 
-from sandbox.backends.base import COMMAND_UID, Started
+from sandbox.backends import cgroups
+from sandbox.backends.base import COMMAND_UID, Started, agent_command
 from sandbox.errors import InfrastructureError, ProtocolError
-from sandbox.images import AGENT_PATH, ensure_image
-from sandbox.types import Limits, SandboxSpec
+from sandbox.images import AGENT_FOLDER, ImageError, ensure_image
+from sandbox.types import Capabilities, Limits, SandboxSpec
 
-LABEL = "tempering.node"
-_OWNER = "tempering.owner"
+STATE_DIR, OWNER, BOX = "tempering.state_dir", "tempering.owner", "tempering.sandbox"
 _STREAM_HEADER = struct.Struct("!BxxxI")
 _STDOUT, _STDERR = 1, 2
+_MAX_CHUNK = 1 << 20
 _UNREACHABLE = (docker.errors.DockerException, requests.exceptions.RequestException)
 
 
 class Docker:
-    """Starts sandboxes as containers of the local engine."""
+    """Starts sandboxes as containers of the local engine, for the node of one state folder."""
 
     name = "docker"
 
-    def __init__(self) -> None:
-        self._client: docker.DockerClient | None = None
-        self._image = asyncio.Lock()
+    def __init__(self, state_dir: Path | None = None) -> None:
+        self._state_dir = state_dir
+        self._client: Any = None
+        self._image: str = ""
+        self._making = asyncio.Lock()
 
     async def missing(self) -> str:
         """Returns why no engine can be used."""
@@ -46,45 +52,67 @@ class Docker:
             return f"no Docker engine answers ({_first_line(error)})"
         return ""
 
+    def capabilities(self) -> Capabilities:
+        """Returns what a container holds: everything."""
+        return Capabilities(
+            images=True,
+            memory_limit=True,
+            process_limit=True,
+            cpu_limit=True,
+            inode_limit=True,
+            separate_users=True,
+        )
+
     async def start(self, box_id: str, owner: str, spec: SandboxSpec) -> Started:
         """Starts one container.
 
         Raises:
             InfrastructureError: The engine refused.
         """
+        container: Any = None
         try:
-            async with self._image:
-                image = spec.image or await asyncio.to_thread(ensure_image, self._connect())
+            image = spec.image or await self._built_in()
             container = await asyncio.to_thread(self._create, box_id, owner, spec, image)
-        except _UNREACHABLE as error:
-            raise InfrastructureError(f"Docker did not make the sandbox: {_first_line(error)}") from error
-        try:
-            sock = await asyncio.to_thread(_attach, container)
-            reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 22)
+            stream = await asyncio.to_thread(_attach, container)
+            reader, writer = await asyncio.open_connection(sock=_socket_of(stream), limit=1 << 22)
             await asyncio.to_thread(container.start)
-        except (*_UNREACHABLE, OSError) as error:
-            await asyncio.to_thread(_remove, container)
+        except (*_UNREACHABLE, OSError, ImageError) as error:
+            if container is not None:
+                await asyncio.to_thread(_remove, container)
             raise InfrastructureError(f"Docker did not start the sandbox: {_first_line(error)}") from error
+        memory = _memory_group(str(container.id))
 
         async def kill() -> None:
             writer.close()
-            await asyncio.to_thread(_remove, container)
+            with contextlib.suppress(
+                *_UNREACHABLE
+            ):  # the agent ends with its channel, and the container then
+                await asyncio.to_thread(_remove, container)
+            stream.close()
 
-        async def oom_kills() -> int:
-            return 0
+        return Started(Demultiplexed(reader), writer, kill, lambda: cgroups.oom_kills(memory))
 
-        return Started(Demultiplexed(reader), writer, kill, oom_kills)
-
-    async def reclaim(self, keep: frozenset[str]) -> list[str]:
-        """Removes the containers that an earlier node left, by label."""
+    async def reclaim(self, state_dir: Path) -> list[str]:
+        """Removes the containers that an earlier node of this folder left, by label."""
         try:
-            return await asyncio.to_thread(self._reclaim, keep)
+            return await asyncio.to_thread(self._reclaim, state_dir)
         except _UNREACHABLE:
             return []
 
-    def _connect(self) -> docker.DockerClient:
+    def leave(self) -> None:
+        """Closes the connection to the engine."""
+        if self._client is not None:
+            self._client.close()
+
+    async def _built_in(self) -> str:
+        async with self._making:
+            if not self._image:
+                self._image = await asyncio.to_thread(ensure_image, self._connect())
+            return self._image
+
+    def _connect(self) -> Any:
         if self._client is None:
-            client = docker.from_env(timeout=60)
+            client: Any = docker.from_env(timeout=60)
             client.ping()
             self._client = client
         return self._client
@@ -92,18 +120,19 @@ class Docker:
     def _create(self, box_id: str, owner: str, spec: SandboxSpec, image: str) -> Any:
         return self._connect().containers.create(
             image,
-            ["/usr/bin/python3", "-I", "-S", AGENT_PATH, str(COMMAND_UID)],
+            ["/usr/bin/python3", *agent_command(AGENT_FOLDER, spec.limits, uid=COMMAND_UID, alone=False)],
             name=f"tempering-{box_id}",
-            labels={**spec.labels, LABEL: box_id.split("-")[0], _OWNER: owner},
-            **_hardening(spec.limits),
+            labels={**spec.labels, STATE_DIR: str(self._state_dir), OWNER: owner, BOX: box_id},
+            **hardening(spec.limits),
         )
 
-    def _reclaim(self, keep: frozenset[str]) -> list[str]:
+    def _reclaim(self, state_dir: Path) -> list[str]:
         removed: list[str] = []
-        for container in self._connect().containers.list(all=True, filters={"label": LABEL}):
-            if container.labels.get(_OWNER) not in keep:
-                _remove(container)
-                removed.append(str(container.name))
+        for container in self._connect().containers.list(
+            all=True, filters={"label": f"{STATE_DIR}={state_dir}"}, ignore_removed=True
+        ):
+            _remove(container)
+            removed.append(str(container.name))
         return removed
 
 
@@ -114,11 +143,15 @@ class Demultiplexed:
         self._reader, self._pending = reader, bytearray()
 
     async def readexactly(self, n: int) -> bytes:
-        """Reads exactly `n` bytes of standard output; standard error is dropped."""
+        """Reads exactly `n` bytes of standard output; standard error is dropped.
+
+        Raises:
+            ProtocolError: The stream is not one of the engine's chunks.
+        """
         while len(self._pending) < n:
             kind, size = _STREAM_HEADER.unpack(await self._reader.readexactly(_STREAM_HEADER.size))
-            if kind not in (_STDOUT, _STDERR):
-                raise ProtocolError(f"the engine's stream has a chunk of kind {kind}")
+            if kind not in (_STDOUT, _STDERR) or size > _MAX_CHUNK:
+                raise ProtocolError(f"the engine's stream has a chunk of kind {kind} and {size} bytes")
             chunk = await self._reader.readexactly(size)
             if kind == _STDOUT:
                 self._pending += chunk
@@ -127,13 +160,18 @@ class Demultiplexed:
         return data
 
 
-def _hardening(limits: Limits) -> dict[str, Any]:
-    mounts = {path: _tmpfs(limits) for path in ("/tmp", "/work")}
+def hardening(limits: Limits) -> dict[str, Any]:
+    """Returns the settings of a container for untrusted code, as arguments of `containers.create`.
+
+    The agent is root of the container with the capabilities to change user and to kill, and no others;
+    commands run as other users, without any.
+    """
     return {
         "stdin_open": True,
+        "auto_remove": True,
         "network_mode": "none",
         "read_only": True,
-        "tmpfs": mounts,
+        "tmpfs": {path: _tmpfs(limits) for path in ("/tmp", "/work")},
         "working_dir": "/work",
         "user": "0:0",
         "cap_drop": ["ALL"],
@@ -143,8 +181,7 @@ def _hardening(limits: Limits) -> dict[str, Any]:
         "mem_limit": limits.memory_bytes,
         "memswap_limit": limits.memory_bytes,
         "nano_cpus": int(limits.cpus * 1e9),
-        "shm_size": 1 << 20,
-        "ipc_mode": "none",
+        "shm_size": limits.tmpfs_bytes,
         "init": True,
         "log_config": docker.types.LogConfig(type="none"),
         "ulimits": list(_ulimits(limits)),
@@ -159,15 +196,30 @@ def _tmpfs(limits: Limits) -> str:
 
 
 def _ulimits(limits: Limits) -> Iterator[docker.types.Ulimit]:
-    for name, value in (("nofile", limits.open_files), ("core", 0), ("fsize", limits.tmpfs_bytes)):
+    for name, value in (("nofile", max(limits.open_files, 1024)), ("core", 0), ("fsize", limits.tmpfs_bytes)):
         yield docker.types.Ulimit(name=name, soft=value, hard=value)
 
 
-def _attach(container: Any) -> socket.socket:
-    stream = container.attach_socket(params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
+def _attach(container: Any) -> Any:
+    return container.attach_socket(params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
+
+
+def _socket_of(stream: Any) -> socket.socket:
     sock: socket.socket = stream._sock
     sock.setblocking(False)
     return sock
+
+
+def _memory_group(container: str) -> Path:
+    """Returns where the kernel counts the container's memory: by version and driver of control groups."""
+    root = Path("/sys/fs/cgroup")
+    places = (
+        root / "memory/docker" / container,
+        root / f"memory/system.slice/docker-{container}.scope",
+        root / "docker" / container,
+        root / f"system.slice/docker-{container}.scope",
+    )
+    return next((place for place in places if place.exists()), places[-1])
 
 
 def _remove(container: Any) -> None:
@@ -176,7 +228,8 @@ def _remove(container: Any) -> None:
     except docker.errors.NotFound:
         return
     except docker.errors.APIError as error:
-        if error.response is None or error.response.status_code != 409:  # 409: is being removed
+        response = cast("Any", error.response)
+        if response is None or response.status_code != 409:  # 409: is being removed
             raise
 
 

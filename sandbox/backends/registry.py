@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from sandbox.backends.base import Backend
 from sandbox.backends.bubblewrap import Bubblewrap
 from sandbox.backends.docker import Docker
 from sandbox.errors import BackendMissingError
-
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Docker(), Bubblewrap())}
-"""In the order in which `auto` prefers them."""
 
 _GET_ONE = (
     "install bubblewrap (as root: apt-get install bubblewrap) or start a Docker engine "
@@ -16,22 +15,25 @@ _GET_ONE = (
 )
 
 
-async def choose(name: str) -> Backend:
+def backends(state_dir: Path | None = None) -> dict[str, Backend]:
+    """Returns the backends for the node of a state folder, in the order in which `auto` prefers them."""
+    return {backend.name: backend for backend in (Docker(state_dir), Bubblewrap())}
+
+
+async def choose(name: str, among: dict[str, Backend]) -> Backend:
     """Returns the backend called `name`, or for `auto` the first that this machine has.
 
     Raises:
         BackendMissingError: It is unknown or missing. An explicit choice is never replaced by another.
     """
     if name != "auto":
-        if name not in BACKENDS:
-            raise BackendMissingError(
-                f"there is no sandbox backend {name!r}; there are {', '.join(BACKENDS)}"
-            )
-        if problem := await BACKENDS[name].missing():
-            raise BackendMissingError(f"sandbox backend {name!r} cannot be used: {problem}")
-        return BACKENDS[name]
+        if name not in among:
+            raise BackendMissingError(f"there is no sandbox backend {name!r}; there are {', '.join(among)}")
+        if problem := await among[name].missing():
+            raise BackendMissingError(f"sandbox backend {name!r} cannot be used: {problem}; {_GET_ONE}")
+        return among[name]
     problems: list[str] = []
-    for backend in BACKENDS.values():
+    for backend in among.values():
         problem = await backend.missing()
         if not problem:
             return backend

@@ -19,6 +19,13 @@ def parity(folder, *options):
     return result.returncode, passed, total, lines
 
 
+@pytest.mark.slow
+def test_everything_equals_the_published_computation():
+    code, passed, total, lines = parity(ORACLE)
+    assert passed == total >= 100, [line for line in lines if line.startswith("FAIL")]
+    assert code == 0
+
+
 def test_the_text_path_equals_the_published_computation():
     code, passed, total, lines = parity(ORACLE, "--only", "text")
     assert passed == total >= 44, [line for line in lines if line.startswith("FAIL")]

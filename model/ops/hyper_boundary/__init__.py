@@ -1,6 +1,8 @@
-"""The boundary between two sites of single-pass hyper-connections: residual update, next coefficients, input mix, norm.
+"""The boundary between two sites of single-pass hyper-connections.
 
-The input mix of the next site uses coefficients that are already known, so the streams are read and written once.
+Residual update, coefficients of the next site, its input mix and its norm.
+The input mix of the next site uses coefficients that are already known, so the streams are read and written
+once.
 """
 
 from torch import Tensor
@@ -26,8 +28,9 @@ def hyper_boundary(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Finish one site and prepare the next one.
 
-    With coefficients (A [4], C [4], M [4, 4]) of this site: streams'[o] = C[o] branch + sum_i M[i, o] streams[i];
-    input = RMSNorm(sum_s A[s] streams'[s]); the next coefficients come from streams' (`reference.coefficients`).
+    With coefficients (A [4], C [4], M [4, 4]) of this site: streams'[o] = C[o] branch + sum_i M[i, o]
+    streams[i]; input = RMSNorm(sum_s A[s] streams'[s]); the next coefficients come from streams'
+    (`reference.coefficients`).
 
     Args:
         streams: [T, 4, d] bf16.
@@ -40,13 +43,18 @@ def hyper_boundary(
         eps: of the norm.
 
     Returns:
-        streams' [T, 4, d], normalised input of the next site [T, d], next coefficients [T, 24] fp32. Differentiable
-        through the definition only: when a gradient is needed that is what runs.
+        streams' [T, 4, d], normalised input of the next site [T, d], next coefficients [T, 24] fp32.
+        Differentiable through the definition only: when a gradient is needed that is what runs.
     """
     count, streams_count, width = streams.shape
-    if streams_count != STREAMS or branch.shape != (count, width) or projection.shape != (24, STREAMS * width):
+    if (
+        streams_count != STREAMS
+        or branch.shape != (count, width)
+        or projection.shape != (24, STREAMS * width)
+    ):
         raise ValueError(
-            f"streams {tuple(streams.shape)}, branch {tuple(branch.shape)} and projection {tuple(projection.shape)} "
+            f"streams {tuple(streams.shape)}, branch {tuple(branch.shape)} and "
+            f"projection {tuple(projection.shape)} "
             f"must be [T, {STREAMS}, d], [T, d] and [24, {STREAMS} d]"
         )
     arguments = (streams, branch, coefficients, projection, base, scale, norm)

@@ -9,10 +9,12 @@ _FLOOR = 1e-6
 
 
 def coefficients(streams: Tensor, projection: Tensor, base: Tensor, scale: Tensor) -> Tensor:
-    """Coefficients [T, 24] fp32 from streams [T, 4, d]: A (input mix), C (branch), M (residual mix, row-major).
+    """Coefficients [T, 24] fp32 from streams [T, 4, d].
 
-    m = projection @ v / rms(v) for v = the flattened streams. A = sigmoid(m * scale[0] + base) + 1e-6; C = 2 sigmoid;
-    M = 20 rounds of row and column normalisation of softmax(m * scale[2] + base) over its last axis, columns last.
+    A (input mix), C (branch), M (residual mix, row-major):
+    m = projection @ v / rms(v) for v = the flattened streams. A = sigmoid(m * scale[0] + base) + 1e-6; C = 2
+    sigmoid; M = 20 rounds of row and column normalisation of softmax(m * scale[2] + base) over its last
+    axis, columns last.
     """
     v = streams.float().flatten(1)
     m = (v @ projection.float().T) * torch.rsqrt(v.square().mean(1, keepdim=True) + 1e-20)

@@ -1,7 +1,12 @@
-"""Two memory-bound passes: update with input mix and norm (streams read and written once), then the coefficients.
+"""Two memory-bound passes: update with input mix and norm, then the coefficients.
 
-One kernel for both is slower: the projection's product needs tiles that the update's registers leave no room for.
+One kernel for both is slower: the projection's product needs tiles that the update's registers leave no room
+for.
 """
+
+# Kernels are written in Triton's language, which Python's types do not describe.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportAssignmentType=false
 
 import torch
 import triton
@@ -15,16 +20,30 @@ _LOGITS = 32
 
 @triton.jit
 def _update(
-    streams, branch, coefficients, norm, updated, normed, count, eps, D: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr
-):  # fmt: skip
+    streams,
+    branch,
+    coefficients,
+    norm,
+    updated,
+    normed,
+    squares,
+    count,
+    eps,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = (t < count)[:, None]
     row = t.to(tl.int64)[:, None]
-    k = tl.load(coefficients + t[:, None] * 24 + tl.arange(0, 32)[None, :], mask=inside & (tl.arange(0, 32) < 24)[None, :])
+    k = tl.load(
+        coefficients + t[:, None] * 24 + tl.arange(0, 32)[None, :],
+        mask=inside & (tl.arange(0, 32) < 24)[None, :],
+    )
     pick = tl.arange(0, 32)[None, :]
     mixes = ()
     square = tl.zeros((BLOCK, CHUNK), tl.float32)
+    length = tl.zeros((BLOCK, CHUNK), tl.float32)
     for n in tl.static_range(0, D, CHUNK):
         d = n + tl.arange(0, CHUNK)[None, :]
         keep = inside & (d < D)
@@ -41,10 +60,12 @@ def _update(
             z += _coefficient(k, pick, 16 + o) * x2 + _coefficient(k, pick, 20 + o) * x3
             z = round_bf16(z)
             tl.store(updated + row * (4 * D) + o * D + d, z.to(updated.dtype.element_ty), mask=keep)
+            length += z.to(tl.float32) * z.to(tl.float32)
             mix += _coefficient(k, pick, o) * z.to(tl.float32)
         mix = round_bf16(mix)
-        mixes = mixes + (mix,)
+        mixes = mixes + (mix,)  # noqa: RUF005
         square += mix.to(tl.float32) * mix.to(tl.float32)
+    tl.store(squares + t, tl.sum(length, 1), mask=t < count)
     factor = tl.rsqrt(tl.sum(square, 1) * (1.0 / D) + eps)[:, None]
     for j in tl.static_range(0, len(mixes)):
         d = j * CHUNK + tl.arange(0, CHUNK)[None, :]
@@ -66,21 +87,34 @@ def _sigmoid(x):
 
 @triton.jit
 def _coefficients(
-    streams, projection, base, scale, logits, out, count, K: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr
+    streams,
+    squares,
+    projection,
+    base,
+    scale,
+    logits,
+    out,
+    count,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):
-    """Projection (columns 0-31 and 32-63 are the high and low parts of the weight), then gates and Sinkhorn rounds."""
+    """Projection, then gates and Sinkhorn rounds.
+
+    Columns 0-31 and 32-63 of the projection are the high and low parts of the weight.
+
+    The sums of squares come from the caller: Triton 3.6 races when a pipelined operand of a dot is used in
+    other arithmetic too, and a second load would not be pipelined.
+    """
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.minimum(t, count - 1).to(tl.int64)[:, None]
     n = tl.arange(0, 64)[None, :]
     acc = tl.zeros((BLOCK, 64), tl.float32)
-    square = tl.zeros((BLOCK,), tl.float32)
     for k in tl.range(0, K, DEPTH):
         c = k + tl.arange(0, DEPTH)
-        x = streams + row * K + c[None, :]
-        # A second load: Triton 3.6 races when a pipelined dot operand is also used in other arithmetic.
-        f = tl.load(x, cache_modifier=".ca").to(tl.float32)
-        square += tl.sum(f * f, 1)
-        acc = tl.dot(operand(tl.load(x)), operand(tl.load(projection + c[:, None] * 64 + n)), acc)
+        x = operand(tl.load(streams + row * K + c[None, :]))
+        acc = tl.dot(x, operand(tl.load(projection + c[:, None] * 64 + n)), acc)
+    square = tl.load(squares + t, mask=t < count, other=1.0)
     m = tl.sum(tl.reshape(acc, (BLOCK, 2, 32)), 1) * tl.rsqrt(square * (1.0 / K) + 1e-20)[:, None]
     j = tl.arange(0, 32)[None, :]
     factor = tl.load(scale + tl.minimum(j // 4, 2))
@@ -105,7 +139,7 @@ def _coefficients(
 
 
 def split_projection(projection: Tensor) -> Tensor:
-    """[24, K] fp32 -> [K, 64] bf16: high parts in columns 0-23, low parts in columns 32-55, so that two products add."""
+    """[24, K] fp32 -> [K, 64] bf16: high parts in columns 0-23, low parts in columns 32-55."""
     high = projection.to(torch.bfloat16)
     parts = projection.new_zeros((projection.shape[1], 2, 32), dtype=torch.bfloat16)
     parts[:, 0, :24] = high.T
@@ -113,8 +147,11 @@ def split_projection(projection: Tensor) -> Tensor:
     return parts.view(-1, 64)
 
 
-def coefficients(streams: Tensor, projection: Tensor, base: Tensor, scale: Tensor) -> Tensor:
-    """Coefficients [T, 24] fp32 of streams [T, 4, d], with a projection from `split_projection`."""
+def coefficients(streams: Tensor, squares: Tensor, projection: Tensor, base: Tensor, scale: Tensor) -> Tensor:
+    """Coefficients [T, 24] fp32 of streams [T, 4, d] whose sums of squares are `squares` [T].
+
+    `projection` comes from `split_projection`.
+    """
     count = len(streams)
     depth = streams[0].numel()
     step = min(128, depth & -depth)
@@ -122,23 +159,53 @@ def coefficients(streams: Tensor, projection: Tensor, base: Tensor, scale: Tenso
     logits = torch.empty((count, _LOGITS), dtype=torch.float32, device=streams.device)
     block = 64
     _coefficients[(triton.cdiv(count, block),)](
-        streams, projection, base, scale, logits, out, count, K=depth, BLOCK=block, DEPTH=step, num_warps=4,
+        streams,
+        squares,
+        projection,
+        base,
+        scale,
+        logits,
+        out,
+        count,
+        K=depth,
+        BLOCK=block,
+        DEPTH=step,
+        num_warps=4,
         num_stages=4,
-    )  # fmt: skip
+    )
     return out
 
 
 def update(
-    streams: Tensor, branch: Tensor, coefficient: Tensor, norm: Tensor, eps: float, *, block: int = 4, warps: int = 4
-) -> tuple[Tensor, Tensor]:
-    """Updated streams and the normalised input of the next site."""
+    streams: Tensor,
+    branch: Tensor,
+    coefficient: Tensor,
+    norm: Tensor,
+    eps: float,
+    *,
+    block: int = 2,
+    warps: int = 8,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Updated streams, the normalised input of the next site, and the streams' sums of squares [T]."""
     count, _, width = streams.shape
     updated, normed = torch.empty_like(streams), torch.empty_like(branch)
+    squares = torch.empty(count, dtype=torch.float32, device=streams.device)
     _update[(triton.cdiv(count, block),)](
-        streams, branch, coefficient, norm, updated, normed, count, eps, D=width, BLOCK=block,
-        CHUNK=min(1024, triton.next_power_of_2(width)), num_warps=warps,
-    )  # fmt: skip
-    return updated, normed
+        streams,
+        branch,
+        coefficient,
+        norm,
+        updated,
+        normed,
+        squares,
+        count,
+        eps,
+        D=width,
+        BLOCK=block,
+        CHUNK=min(1024, triton.next_power_of_2(width)),
+        num_warps=warps,
+    )
+    return updated, normed, squares
 
 
 def hyper_boundary(
@@ -153,5 +220,7 @@ def hyper_boundary(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `model.ops.hyper_boundary.hyper_boundary`."""
-    updated, normed = update(streams.contiguous(), branch.contiguous(), coefficient.contiguous(), norm, eps)
-    return updated, normed, coefficients(updated, split_projection(projection), base, scale)
+    updated, normed, squares = update(
+        streams.contiguous(), branch.contiguous(), coefficient.contiguous(), norm, eps
+    )
+    return updated, normed, coefficients(updated, squares, split_projection(projection), base, scale)

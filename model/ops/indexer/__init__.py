@@ -1,6 +1,7 @@
-"""Which compressed entries a query attends to: index scores and an exact top-k, without keeping [T, S] scores.
+"""Which compressed entries a query attends to: index scores and an exact top-k.
 
-Scores are made for a chunk of queries at a time in one reused buffer; at 64K tokens all of them would take 8.6 GB.
+Scores are made for a chunk of queries at a time in one reused buffer; at 64K tokens all of them would take
+8.6 GB.
 """
 
 from torch import Tensor
@@ -11,8 +12,12 @@ from model.ops.indexer import reference
 __all__ = ["index_topk"]
 
 
-def index_topk(query: Tensor, keys: Tensor, weights: Tensor, k: int, *, begins: Tensor, ends: Tensor) -> Tensor:
-    """Rows of the k best keys of each query, ascending; score = sum_h weights[h] * relu(query[h] . key), in fp32.
+def index_topk(
+    query: Tensor, keys: Tensor, weights: Tensor, k: int, *, begins: Tensor, ends: Tensor
+) -> Tensor:
+    """Rows of the k best keys of each query, ascending.
+
+    Score, in fp32: sum_h weights[h] * relu(query[h] . key).
 
     Args:
         query: [T, H, D] bf16, or float8_e4m3fn where the values are exact in it.

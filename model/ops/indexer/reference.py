@@ -14,7 +14,9 @@ def index_scores(query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
     return torch.einsum("ths,th->ts", torch.relu(dots), weights.float())
 
 
-def index_topk(query: Tensor, keys: Tensor, weights: Tensor, k: int, *, begins: Tensor, ends: Tensor) -> Tensor:
+def index_topk(
+    query: Tensor, keys: Tensor, weights: Tensor, k: int, *, begins: Tensor, ends: Tensor
+) -> Tensor:
     """See `model.ops.indexer.index_topk`."""
     parts = [
         topk(index_scores(q, keys, w), k, begins=b, ends=e)

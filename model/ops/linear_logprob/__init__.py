@@ -1,6 +1,7 @@
 """Log-probability of one token a row, and the entropy, straight from hidden states: no logits are kept.
 
-For 8192 tokens and 129,280 words the logits alone would take 2.1 GB in bf16; the backward recomputes them by chunks.
+For 8192 tokens and 129,280 words the logits alone would take 2.1 GB in bf16; the backward recomputes them by
+chunks.
 """
 
 from torch import Tensor
@@ -14,7 +15,7 @@ __all__ = ["linear_logprob"]
 def linear_logprob(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(hidden @ weight.T / temperature) at the labels, and the entropy of that softmax.
+    """Log softmax(hidden @ weight.T / temperature) at the labels, and the entropy of that softmax.
 
     Args:
         hidden: [T, d].
@@ -27,11 +28,13 @@ def linear_logprob(
     """
     if hidden.shape[1] != weight.shape[1] or hidden.dtype != weight.dtype or labels.shape != hidden.shape[:1]:
         raise ValueError(
-            f"hidden {hidden.dtype} {tuple(hidden.shape)}, weight {weight.dtype} {tuple(weight.shape)} and labels "
-            f"{tuple(labels.shape)} must agree in dtype, width and rows"
+            f"hidden {hidden.dtype} {tuple(hidden.shape)}, weight {weight.dtype} {tuple(weight.shape)} "
+            f"and labels {tuple(labels.shape)} must agree in dtype, width and rows"
         )
     if temperature <= 0:
-        raise ValueError(f"temperature must be positive, got {temperature}; greedy choice needs no log-probability")
+        raise ValueError(
+            f"temperature must be positive, got {temperature}; greedy choice needs no log-probability"
+        )
     if use_kernel("linear_logprob", hidden):
         from model.ops.linear_logprob.autograd import LinearLogprob
 

@@ -1,4 +1,4 @@
-"""Backward of the fused log-probability: logit gradients by chunks of the vocabulary, then two matrix products each."""
+"""Backward of the fused log-probability: by chunks of the vocabulary, two matrix products each."""
 
 from typing import Any
 

@@ -6,7 +6,9 @@ from torch import Tensor
 _CHUNK = 1024
 
 
-def linear_logprob(hidden: Tensor, weight: Tensor, labels: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
+def linear_logprob(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, temperature: float
+) -> tuple[Tensor, Tensor]:
     """See `model.ops.linear_logprob.linear_logprob`; fp64 arguments stay fp64."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     head = weight.to(wide)

@@ -1,8 +1,12 @@
 """Logit tiles that never leave the chip: per tile a maximum, a sum, sum of p * logit and the label's logit.
 
-Operands come through the tensor memory accelerator; tiles and their order are fixed, so a row's bits do not depend on how
-many rows there are.
+Operands come through the tensor memory accelerator; tiles and their order are fixed, so a row's bits do not
+depend on how many rows there are.
 """
+
+# Kernels are written in Triton's language, which Python's types do not describe.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportAssignmentType=false
 
 import torch
 import triton
@@ -17,10 +21,18 @@ ROWS, COLUMNS, DEPTH, GROUP = 128, 256, 64, 8
 
 @triton.jit
 def _logits(
-    hidden, weight, count, tiles, first_column, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, GROUP: tl.constexpr
-):  # fmt: skip
-    """One [ROWS, COLUMNS] tile of hidden @ weight.T; GROUP row tiles share a column tile in a row of programs."""
+    hidden,
+    weight,
+    count,
+    tiles,
+    first_column,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """One [ROWS, COLUMNS] tile of hidden @ weight.T; GROUP row tiles in turn share a column tile."""
     program = tl.program_id(0)
     row_tiles = (count + ROWS - 1) // ROWS
     group = program // (GROUP * tiles)
@@ -37,9 +49,23 @@ def _logits(
 
 @triton.jit
 def _partials(
-    hidden, weight, labels, tops, sums, products, label_logits, count, vocabulary, tiles, inverse_temperature,
-    K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr
-):  # fmt: skip
+    hidden,
+    weight,
+    labels,
+    tops,
+    sums,
+    products,
+    label_logits,
+    count,
+    vocabulary,
+    tiles,
+    inverse_temperature,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     acc, row_tile, column_tile = _logits(hidden, weight, count, tiles, 0, K, ROWS, COLUMNS, DEPTH, GROUP)
     r = row_tile * ROWS + tl.arange(0, ROWS)
     c = column_tile * COLUMNS + tl.arange(0, COLUMNS)
@@ -83,12 +109,30 @@ def _reduce(tops, sums, products, label_logits, lse, logprob, entropy, count, ti
 
 @triton.jit
 def _logit_gradients(
-    hidden, weight, labels, lse, entropy, grad_logprob, grad_entropy, grad, count, vocabulary, tiles, first_column,
-    stride, inverse_temperature, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    GROUP: tl.constexpr
-):  # fmt: skip
-    """d/dlogit = (g (1[label] - p) - h p (log p + entropy)) / temperature, for gradients g and h of the two outputs."""
-    acc, row_tile, column_tile = _logits(hidden, weight, count, tiles, first_column, K, ROWS, COLUMNS, DEPTH, GROUP)
+    hidden,
+    weight,
+    labels,
+    lse,
+    entropy,
+    grad_logprob,
+    grad_entropy,
+    grad,
+    count,
+    vocabulary,
+    tiles,
+    first_column,
+    stride,
+    inverse_temperature,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """d/dlogit = (g (1[label] - p) - h p (log p + entropy)) / temperature; g, h: gradients of the outputs."""
+    acc, row_tile, column_tile = _logits(
+        hidden, weight, count, tiles, first_column, K, ROWS, COLUMNS, DEPTH, GROUP
+    )
     r = row_tile * ROWS + tl.arange(0, ROWS)
     local = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     c = first_column + local
@@ -122,7 +166,9 @@ def _descriptors(hidden: Tensor, weight: Tensor) -> tuple[TensorDescriptor, Tens
     )
 
 
-def forward(hidden: Tensor, weight: Tensor, labels: Tensor, *, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def forward(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities, entropies and log-sum-exp, each [T] fp32."""
     count, width = hidden.shape
     vocabulary = len(weight)
@@ -131,11 +177,32 @@ def forward(hidden: Tensor, weight: Tensor, labels: Tensor, *, temperature: floa
     out = torch.empty((4, count), dtype=torch.float32, device=hidden.device)
     x, w = _descriptors(hidden, weight)
     _partials[(triton.cdiv(count, ROWS) * tiles,)](
-        x, w, labels, partial[0], partial[1], partial[2], out[3], count, vocabulary, tiles, 1.0 / temperature,
-        K=width, **_TILES,
-    )  # fmt: skip
+        x,
+        w,
+        labels,
+        partial[0],
+        partial[1],
+        partial[2],
+        out[3],
+        count,
+        vocabulary,
+        tiles,
+        1.0 / temperature,
+        K=width,
+        **_TILES,
+    )
     _reduce[(triton.cdiv(count, 64),)](
-        partial[0], partial[1], partial[2], out[3], out[2], out[0], out[1], count, tiles, BLOCK=64, num_warps=2
+        partial[0],
+        partial[1],
+        partial[2],
+        out[3],
+        out[2],
+        out[0],
+        out[1],
+        count,
+        tiles,
+        BLOCK=64,
+        num_warps=2,
     )
     return out[0], out[1], out[2]
 
@@ -153,13 +220,27 @@ def logit_gradients(
     columns: slice,
     out: Tensor,
 ) -> Tensor:
-    """Gradient of the logits of `columns` (starting at a multiple of the tile), [T, columns] bf16 in `out`."""
+    """Gradient of the logits of `columns` (from a multiple of the tile on), [T, columns] bf16 in `out`."""
     count, width = hidden.shape
     size = columns.stop - columns.start
     tiles = triton.cdiv(size, COLUMNS)
     x, w = _descriptors(hidden, weight)
     _logit_gradients[(triton.cdiv(count, ROWS) * tiles,)](
-        x, w, labels, lse, entropy, grad_logprob, grad_entropy, out, count, columns.stop, tiles, columns.start,
-        out.stride(0), 1.0 / temperature, K=width, **_TILES,
-    )  # fmt: skip
+        x,
+        w,
+        labels,
+        lse,
+        entropy,
+        grad_logprob,
+        grad_entropy,
+        out,
+        count,
+        columns.stop,
+        tiles,
+        columns.start,
+        out.stride(0),
+        1.0 / temperature,
+        K=width,
+        **_TILES,
+    )
     return out[:, :size]

@@ -26,8 +26,9 @@ def pack_keys(
 ) -> tuple[Tensor, Tensor]:
     """Latents and packed records of E groups of rows.
 
-    Pooled: per channel, softmax of `gates` over the group's rows weighs `values` (fp32, then rounded to bf16). Latent:
-    RMSNorm of it, bf16. Record: latent with the last channels rotated in adjacent pairs, rounded to bf16, quantised.
+    Pooled: per channel, softmax of `gates` over the group's rows weighs `values` (fp32, then rounded to
+    bf16). Latent: RMSNorm of it, bf16. Record: latent with the last channels rotated in adjacent pairs,
+    rounded to bf16, quantised.
 
     Args:
         kind: "main", "index" or "window" (`model.ops.records`).
@@ -44,12 +45,16 @@ def pack_keys(
     """
     record_bytes(kind, values.shape[1])
     if (gates is None) != (ratio == 1) or (gates is not None and gates.shape != values.shape):
-        raise ValueError(f"ratio {ratio} needs {'no gates' if ratio == 1 else 'gates of the shape of values'}")
+        raise ValueError(
+            f"ratio {ratio} needs {'no gates' if ratio == 1 else 'gates of the shape of values'}"
+        )
     count = len(values) // ratio if starts is None else len(starts)
     if starts is None:
         starts = torch.arange(count, dtype=torch.int32, device=values.device) * ratio
     if rope is not None and (len(rope[0]) != count or rope[0].shape != rope[1].shape):
-        raise ValueError(f"{count} groups need as many rows of cosines and sines, got {rope[0].shape}, {rope[1].shape}")
+        raise ValueError(
+            f"{count} groups need as many rows of cosines and sines, got {rope[0].shape}, {rope[1].shape}"
+        )
     if use_kernel("pack_keys", values):
         from model.ops.pack_keys import triton
 

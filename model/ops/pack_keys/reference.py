@@ -20,7 +20,9 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if weight is None:
         return x
     wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(torch.bfloat16)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(
+        torch.bfloat16
+    )
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:

@@ -1,4 +1,8 @@
-"""One program packs a few groups; the partner of a rotated channel is computed a second time instead of exchanged."""
+"""One program packs a group; the partner of a rotated channel is computed a second time."""
+
+# Kernels are written in Triton's language, which Python's types do not describe.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportAssignmentType=false, reportOperatorIssue=false
 
 import torch
 import triton
@@ -9,7 +13,7 @@ from model.ops.records import record_bytes
 from model.ops.tile import round_bf16
 
 # Groups a program packs, and its warps.
-BLOCK, WARPS = 4, 4
+BLOCK, WARPS = 1, 2
 
 
 @triton.jit
@@ -69,9 +73,24 @@ def _power_of_two(x):
 
 @triton.jit
 def _pack(
-    values, gates, starts, norm, cosine, sine, latent, records, count, eps, RATIO: tl.constexpr, D: tl.constexpr,
-    ROTATED: tl.constexpr, HAS_NORM: tl.constexpr, KIND: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+    values,
+    gates,
+    starts,
+    norm,
+    cosine,
+    sine,
+    latent,
+    records,
+    count,
+    eps,
+    RATIO: tl.constexpr,
+    D: tl.constexpr,
+    ROTATED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    KIND: tl.constexpr,
+    BYTES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = (e < count)[:, None]
     row = tl.load(starts + e, mask=e < count, other=0)[:, None]
@@ -139,8 +158,23 @@ def pack_keys(
     cosine, sine = (values, values) if rope is None else (x.contiguous() for x in rope)
     block = BLOCK
     _pack[(triton.cdiv(count, block),)](
-        values, gates, starts, values if norm is None else norm, cosine, sine, latent, records, count, eps,
-        RATIO=ratio, D=width, ROTATED=0 if rope is None else 2 * cosine.shape[1], HAS_NORM=norm is not None, KIND=kind,
-        BYTES=size, BLOCK=block, num_warps=WARPS,
-    )  # fmt: skip
+        values,
+        gates,
+        starts,
+        values if norm is None else norm,
+        cosine,
+        sine,
+        latent,
+        records,
+        count,
+        eps,
+        RATIO=ratio,
+        D=width,
+        ROTATED=0 if rope is None else 2 * cosine.shape[1],
+        HAS_NORM=norm is not None,
+        KIND=kind,
+        BYTES=size,
+        BLOCK=block,
+        num_warps=WARPS,
+    )
     return latent, records

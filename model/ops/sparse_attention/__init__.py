@@ -1,7 +1,7 @@
 """Sparse attention for training and prefill: selected compressed entries and a sliding window in one softmax.
 
-Entries are gathered in bf16 (unpacked once per group of layers); scores never leave the chip. The backward recomputes
-them from the log-sum-exp and is deterministic.
+Entries are gathered in bf16 (unpacked once per group of layers); scores never leave the chip. The backward
+recomputes them from the log-sum-exp and is deterministic.
 """
 
 import torch
@@ -32,8 +32,8 @@ def sparse_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention of T queries over their selected entries and their window, with a sink per head.
 
-    p_j = exp(s_j) / (exp(sink) + sum_j' exp(s_j')), s_j = scale * (q . k_j), out = sum_j p_j k_j; the window of query t
-    are the rows max(first[t], last[t] - window_size + 1) .. last[t] of `window`.
+    p_j = exp(s_j) / (exp(sink) + sum_j' exp(s_j')), s_j = scale * (q . k_j), out = sum_j p_j k_j; the window
+    of query t are the rows max(first[t], last[t] - window_size + 1) .. last[t] of `window`.
 
     Args:
         query: [T, H, D].
@@ -49,8 +49,8 @@ def sparse_attention(
         exact: pin the tile order that `sparse_decode(..., exact=True)` uses (4 % slower).
 
     Returns:
-        Output [T, H, D] in the dtype of `query`, differentiable in query, entries, window and sink; log of the softmax's
-        denominator [T, H], without gradient.
+        Output [T, H, D] in the dtype of `query`, differentiable in query, entries, window and sink; log of
+        the softmax's denominator [T, H], without gradient.
     """
     _check(query, entries, indices, window, first, sink, last)
     rows = torch.arange(len(query), dtype=torch.int32, device=query.device) if last is None else last
@@ -58,7 +58,18 @@ def sparse_attention(
         from model.ops.sparse_attention.autograd import SparseAttention
 
         return SparseAttention.apply(
-            query, entries, indices, window, first, rows, sink, scale, window_size, inverse, exact, last is None
+            query,
+            entries,
+            indices,
+            window,
+            first,
+            rows,
+            sink,
+            scale,
+            window_size,
+            inverse,
+            exact,
+            last is None,
         )  # pyright: ignore[reportReturnType]
     out, lse = reference.forward(
         query, entries, indices, window, first, rows, sink, scale=scale, window_size=window_size
@@ -67,17 +78,27 @@ def sparse_attention(
 
 
 def _check(
-    query: Tensor, entries: Tensor, indices: Tensor, window: Tensor, first: Tensor, sink: Tensor, last: Tensor | None
+    query: Tensor,
+    entries: Tensor,
+    indices: Tensor,
+    window: Tensor,
+    first: Tensor,
+    sink: Tensor,
+    last: Tensor | None,
 ) -> None:
     count, heads, channels = query.shape
     if entries.shape[-1] != channels or window.shape[-1] != channels or sink.shape != (heads,):
         raise ValueError(
-            f"query {tuple(query.shape)} does not fit entries {tuple(entries.shape)}, window {tuple(window.shape)} and "
-            f"sink {tuple(sink.shape)}: they need the query's channels and heads"
+            f"query {tuple(query.shape)} does not fit "
+            f"entries {tuple(entries.shape)}, window {tuple(window.shape)} "
+            f"and sink {tuple(sink.shape)}: they need the query's channels and heads"
         )
     if len(indices) != count or first.shape != (count,):
-        raise ValueError(f"{count} queries need indices [T, K] and first [T], got {len(indices)} and {len(first)} rows")
+        raise ValueError(
+            f"{count} queries need indices [T, K] and first [T], got {len(indices)} and {len(first)} rows"
+        )
     if last is None and len(window) != count:
         raise ValueError(
-            f"the window has {len(window)} rows for {count} queries; pass `last` when row t is not query t's own"
+            f"the window has {len(window)} rows for {count} queries; "
+            "pass `last` when row t is not query t's own"
         )

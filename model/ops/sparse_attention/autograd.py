@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from model.ops.sparse_attention import gluon, triton
 from model.ops.sparse_attention.backward import Saved, backward
 from model.ops.sparse_attention.inverse import InverseIndex
-from model.ops.sparse_attention.triton import KeyRows, forward, joint_rows
 
 
 class SparseAttention(torch.autograd.Function):
@@ -33,10 +33,13 @@ class SparseAttention(torch.autograd.Function):
         """Run the kernel over one table of entries and window rows."""
         table = torch.cat([entries.to(query.dtype), window.to(query.dtype)])
         query, indices = query.contiguous(), indices.contiguous()
-        keys = joint_rows(
+        keys = triton.joint_rows(
             indices, first, last, entries=len(entries), window_size=window_size, width=query.shape[2]
         )
-        out, lse = forward(query, table, keys, sink, scale=scale, exact=exact)
+        if gluon.supports(query, keys) and not exact:
+            out, lse = gluon.forward(query, table, keys, sink, scale=scale)
+        else:
+            out, lse = triton.forward(query, table, keys, sink, scale=scale, exact=exact)
         ctx.save_for_backward(query, table, indices, keys.rows, keys.counts, sink, out, lse)
         ctx.layout = keys.main, keys.block
         ctx.constants = scale, window_size, len(entries), inverse, training, entries.dtype, window.dtype
@@ -51,10 +54,23 @@ class SparseAttention(torch.autograd.Function):
         scale, window_size, count, inverse, training, entries_dtype, window_dtype = ctx.constants
         if not training:
             raise ValueError("the gradient needs row t of the window to be query t's own: leave `last` out")
-        keys = KeyRows(rows, counts, *ctx.layout)
+        keys = triton.KeyRows(rows, counts, *ctx.layout)
         saved = Saved(query, table, keys, indices, out, lse, scale, window_size, count)
         grad_query, grad_table, delta = backward(saved, grad_out.contiguous(), inverse)
         grad_sink = -(torch.exp(sink - lse) * delta).sum(0)
         grad_entries = grad_table[:count].to(entries_dtype)
         grad_window = grad_table[count:].to(window_dtype)
-        return grad_query, grad_entries, None, grad_window, None, None, grad_sink, None, None, None, None, None
+        return (
+            grad_query,
+            grad_entries,
+            None,
+            grad_window,
+            None,
+            None,
+            grad_sink,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )

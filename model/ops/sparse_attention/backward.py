@@ -1,9 +1,14 @@
 """Backward of sparse attention, deterministic: three products per query, then gathered sums per key.
 
-The first kernel recomputes the probabilities from the log-sum-exp, forms dQ, and keeps P and dS in bf16 for a chunk of
-queries. Gradients of entries are written as one row per (query, entry) and summed per entry in list order; gradients
-of window rows are formed key-major from the band of queries that see them. No atomics, so equal inputs give equal bits.
+The first kernel recomputes the probabilities from the log-sum-exp, forms dQ, and keeps P and dS in bf16 for
+a chunk of queries. Gradients of entries are written as one row per (query, entry) and summed per entry in
+list order; gradients of window rows are formed key-major from the band of queries that see them. No atomics,
+so equal inputs give equal bits.
 """
+
+# Kernels are written in Triton's language, which Python's types do not describe.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportAssignmentType=false
 
 from dataclasses import dataclass
 
@@ -99,7 +104,9 @@ def _entry_rows(
         tile = token * HEADS * D + h[:, None] * D + d[None, :]
         acc = tl.dot(ds, operand(tl.load(query + tile)))
         acc = tl.dot(p, operand(tl.load(grad_out + tile)), acc)
-        tl.store(rows + (token * MAIN + n)[:, None] * D + d[None, :], round_bf16(acc).to(rows.dtype.element_ty))
+        tl.store(
+            rows + (token * MAIN + n)[:, None] * D + d[None, :], round_bf16(acc).to(rows.dtype.element_ty)
+        )
 
 
 @triton.jit
@@ -140,7 +147,7 @@ def _window_band(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Add to the gradients of window rows low.. the part of queries start..stop-1; query t sees rows t-WINDOW+1..t."""
+    """Add to the gradients of window rows `low` and up the part of queries start .. stop - 1."""
     begin = low + tl.program_id(1) * BLOCK
     d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     h = tl.arange(0, HEADS)
@@ -177,7 +184,7 @@ class Saved:
 
 
 def backward(saved: Saved, grad_out: Tensor, inverse: InverseIndex | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the query [T, H, D], of the table [E + T, D] fp32, and delta [T, H] = sum over D of out * grad_out."""
+    """Gradients of the query [T, H, D] and the table [E + T, D] (fp32), and delta = sum of out * grad_out."""
     count, heads, channels = saved.query.shape
     main, total = saved.keys.main, saved.keys.rows.shape[1]
     chunk = inverse.chunk if inverse is not None else CHUNK
@@ -200,18 +207,34 @@ def backward(saved: Saved, grad_out: Tensor, inverse: InverseIndex | None) -> tu
     return grad_query, grad_table, delta
 
 
- 
 def _launch_query(
     saved: Saved, grad_out: Tensor, part: slice, grad_query: Tensor, weights: Tensor, delta: Tensor
 ) -> None:
     count, heads, channels = saved.query[part].shape
     block_h = min(heads, 64)
     _query_gradient[(count, heads // block_h)](
-        saved.query[part], saved.table, saved.keys.rows[part], saved.keys.counts[part], saved.out[part],
-        grad_out[part], saved.lse[part], grad_query[part], weights[0], weights[1], delta[part], saved.scale,
-        LAYOUT_FLAG, MAIN=saved.keys.main, COLUMNS=saved.keys.rows.shape[1], HEADS=heads, BLOCK_H=block_h, D=channels, BLOCK=saved.keys.block,
-        num_warps=8, num_stages=1,
-    )  # fmt: skip
+        saved.query[part],
+        saved.table,
+        saved.keys.rows[part],
+        saved.keys.counts[part],
+        saved.out[part],
+        grad_out[part],
+        saved.lse[part],
+        grad_query[part],
+        weights[0],
+        weights[1],
+        delta[part],
+        saved.scale,
+        LAYOUT_FLAG,
+        MAIN=saved.keys.main,
+        COLUMNS=saved.keys.rows.shape[1],
+        HEADS=heads,
+        BLOCK_H=block_h,
+        D=channels,
+        BLOCK=saved.keys.block,
+        num_warps=8,
+        num_stages=1,
+    )
 
 
 def _launch_entries(saved: Saved, grad_out: Tensor, part: slice, weights: Tensor, rows: Tensor) -> None:
@@ -219,17 +242,34 @@ def _launch_entries(saved: Saved, grad_out: Tensor, part: slice, weights: Tensor
     main = saved.keys.main
     block = next(b for b in (128, 64, 32, 16) if main % b == 0)
     _entry_rows[(count, main // block)](
-        saved.query[part], grad_out[part], weights[0], weights[1], rows, MAIN=main,
-        COLUMNS=saved.keys.rows.shape[1], HEADS=heads, D=channels, BLOCK=block, BLOCK_D=min(64, channels),
-        num_warps=8, num_stages=3,
-    )  # fmt: skip
+        saved.query[part],
+        grad_out[part],
+        weights[0],
+        weights[1],
+        rows,
+        MAIN=main,
+        COLUMNS=saved.keys.rows.shape[1],
+        HEADS=heads,
+        D=channels,
+        BLOCK=block,
+        BLOCK_D=min(64, channels),
+        num_warps=8,
+        num_stages=3,
+    )
 
 
 def _launch_gather(saved: Saved, rows: Tensor, pointers: Tensor, slots: Tensor, grad_table: Tensor) -> None:
     _gather_rows[(saved.entries,)](
-        rows, pointers, slots, grad_table, KEYS=saved.indices.shape[1], MAIN=saved.keys.main,
-        D=saved.query.shape[2], BLOCK=32, num_warps=4,
-    )  # fmt: skip
+        rows,
+        pointers,
+        slots,
+        grad_table,
+        KEYS=saved.indices.shape[1],
+        MAIN=saved.keys.main,
+        D=saved.query.shape[2],
+        BLOCK=32,
+        num_warps=4,
+    )
 
 
 def _launch_window(saved: Saved, grad_out: Tensor, part: slice, weights: Tensor, grad_window: Tensor) -> None:
@@ -237,7 +277,22 @@ def _launch_window(saved: Saved, grad_out: Tensor, part: slice, weights: Tensor,
     block, block_d = (64, min(128, channels)) if channels >= 64 else (16, channels)
     low = max(0, part.start - saved.window_size + 1) // block * block
     _window_band[(channels // block_d, triton.cdiv(part.stop - low, block))](
-        saved.query[part], grad_out[part], weights[0], weights[1], saved.keys.counts[part], grad_window, part.start, part.stop,
-        low, MAIN=saved.keys.main, WINDOW=saved.window_size, COLUMNS=saved.keys.rows.shape[1], HEADS=heads, D=channels,
-        BLOCK=block, BLOCK_D=block_d, num_warps=4, num_stages=1,
-    )  # fmt: skip
+        saved.query[part],
+        grad_out[part],
+        weights[0],
+        weights[1],
+        saved.keys.counts[part],
+        grad_window,
+        part.start,
+        part.stop,
+        low,
+        MAIN=saved.keys.main,
+        WINDOW=saved.window_size,
+        COLUMNS=saved.keys.rows.shape[1],
+        HEADS=heads,
+        D=channels,
+        BLOCK=block,
+        BLOCK_D=block_d,
+        num_warps=4,
+        num_stages=1,
+    )

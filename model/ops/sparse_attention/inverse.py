@@ -1,7 +1,7 @@
-"""For each compressed entry, the queries that selected it: what turns a scattered sum of gradients into a gathered one.
+"""For each compressed entry, the queries that selected it: a scattered sum becomes a gathered one.
 
-Summing an entry's rows in list order gives the same bits every time; atomics do not. Layers that reuse one selection
-share one inverse.
+Summing an entry's rows in list order gives the same bits every time; atomics do not. Layers that reuse one
+selection share one inverse.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ CHUNK = 8192
 
 @dataclass(frozen=True, slots=True)
 class InverseIndex:
-    """Per chunk of queries, compressed sparse rows over entries: `slots[c][pointers[c][e]:pointers[c][e + 1]]`.
+    """Compressed sparse rows over entries, per chunk: `slots[c][pointers[c][e]:pointers[c][e + 1]]`.
 
     A slot is `query_in_chunk * K + position`.
     """

@@ -1,8 +1,12 @@
 """Forward of sparse attention: one program per query token and 64 heads, online softmax over gathered tiles.
 
-At head width 512 the accumulator of 64 rows fills the registers of two warpgroups, so there is one query a program and
-no room for a second; see `model.ops.tile.branched_dot` for the layout.
+At head width 512 the accumulator of 64 rows fills the registers of two warpgroups, so there is one query a
+program and no room for a second; see `model.ops.tile.branched_dot` for the layout.
 """
+
+# Kernels are written in Triton's language, which Python's types do not describe.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportAssignmentType=false
 
 from dataclasses import dataclass
 
@@ -16,9 +20,18 @@ from model.ops.tile import LAYOUT_FLAG, LN2, LOG2E, MASKED, branched_dot, operan
 
 @triton.jit
 def _joint_rows(
-    indices, first, last, rows, counts, entries, KEYS: tl.constexpr, MAIN: tl.constexpr, COLUMNS: tl.constexpr,
-    WINDOW: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+    indices,
+    first,
+    last,
+    rows,
+    counts,
+    entries,
+    KEYS: tl.constexpr,
+    MAIN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     chosen = tl.load(indices + token * KEYS + column, mask=column < KEYS, other=-1)
@@ -35,8 +48,8 @@ def _joint_rows(
 class KeyRows:
     """Rows of the joint table (entries, then window) for each query: [T, total] int32, -1 for none.
 
-    The first `main` columns are the selected entries, padded to whole tiles of `block`; the window follows, oldest first.
-    `counts` [T, 2] says how many of each part are set, which stand first in it.
+    The first `main` columns are the selected entries, padded to whole tiles of `block`; the window follows,
+    oldest first. `counts` [T, 2] says how many of each part are set, which stand first in it.
     """
 
     rows: Tensor
@@ -45,7 +58,9 @@ class KeyRows:
     block: int
 
 
-def joint_rows(indices: Tensor, first: Tensor, last: Tensor, *, entries: int, window_size: int, width: int) -> KeyRows:
+def joint_rows(
+    indices: Tensor, first: Tensor, last: Tensor, *, entries: int, window_size: int, width: int
+) -> KeyRows:
     """Lay out what each query attends to. A kernel that works it out inside its loop is 4 % slower."""
     block = 64 if width >= 64 else 16
     count, keys = indices.shape
@@ -54,9 +69,19 @@ def joint_rows(indices: Tensor, first: Tensor, last: Tensor, *, entries: int, wi
     rows = torch.empty((count, total), dtype=torch.int32, device=indices.device)
     counts = torch.empty((count, 2), dtype=torch.int32, device=indices.device)
     _joint_rows[(count,)](
-        indices, first, last, rows, counts, entries, KEYS=keys, MAIN=main, COLUMNS=total, WINDOW=window_size,
-        BLOCK=triton.next_power_of_2(total), num_warps=4,
-    )  # fmt: skip
+        indices,
+        first,
+        last,
+        rows,
+        counts,
+        entries,
+        KEYS=keys,
+        MAIN=main,
+        COLUMNS=total,
+        WINDOW=window_size,
+        BLOCK=triton.next_power_of_2(total),
+        num_warps=4,
+    )
     return KeyRows(rows, counts, main, block)
 
 
@@ -94,7 +119,7 @@ def _forward(
         column = n + tl.arange(0, BLOCK)
         i = tl.load(rows + token * COLUMNS + column)
         kv = operand(tl.load(table + tl.maximum(i, 0)[:, None] * D + d[None, :]))
-        if BRANCHED:
+        if BRANCHED:  # noqa: SIM108
             s = branched_dot(q, tl.trans(kv), flag)
         else:
             s = tl.dot(q, tl.trans(kv))
@@ -110,16 +135,41 @@ def _forward(
 
 
 def forward(
-    query: Tensor, table: Tensor, keys: KeyRows, sink: Tensor, *, scale: float, exact: bool = False, stages: int = 3
+    query: Tensor,
+    table: Tensor,
+    keys: KeyRows,
+    sink: Tensor,
+    *,
+    scale: float,
+    exact: bool = False,
+    stages: int = 2,
 ) -> tuple[Tensor, Tensor]:
     """Output [T, H, D] and log-sum-exp [T, H] over `table` = entries followed by window rows."""
     count, heads, channels = query.shape
-    assert table.numel() < 2**31, f"row offsets are 32 bits: {len(table)} rows of {channels} are too many for one call"
+    assert table.numel() < 2**31, (
+        f"row offsets are 32 bits: {len(table)} rows of {channels} are too many for one call"
+    )
     out = torch.empty_like(query)
     lse = torch.empty((count, heads), dtype=torch.float32, device=query.device)
     block_h = min(heads, 64)
     _forward[(count, heads // block_h)](
-        query, table, keys.rows, keys.counts, sink, out, lse, scale, LAYOUT_FLAG, MAIN=keys.main,
-        COLUMNS=keys.rows.shape[1], HEADS=heads, BLOCK_H=block_h, D=channels, BLOCK=keys.block, BRANCHED=not exact, num_warps=8, num_stages=stages,
-    )  # fmt: skip
+        query,
+        table,
+        keys.rows,
+        keys.counts,
+        sink,
+        out,
+        lse,
+        scale,
+        LAYOUT_FLAG,
+        MAIN=keys.main,
+        COLUMNS=keys.rows.shape[1],
+        HEADS=heads,
+        BLOCK_H=block_h,
+        D=channels,
+        BLOCK=keys.block,
+        BRANCHED=not exact,
+        num_warps=8,
+        num_stages=stages,
+    )
     return out, lse

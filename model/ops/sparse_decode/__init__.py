@@ -1,7 +1,7 @@
 """Sparse attention for decoding, read straight from the packed FP4 cache and the FP8 window.
 
-The bf16 form of the same keys is 3.5 times larger, and at decode the keys are read once per query: unpacking inside the
-kernel saves both the copy and the memory.
+The bf16 form of the same keys is 3.5 times larger, and at decode the keys are read once per query: unpacking
+inside the kernel saves both the copy and the memory.
 """
 
 from torch import Tensor
@@ -22,6 +22,7 @@ def sparse_decode(
     sink: Tensor,
     *,
     scale: float,
+    counts: Tensor | None = None,
     exact: bool = False,
 ) -> Tensor:
     """Attention of B query tokens over selected main records and window records, with a sink per head.
@@ -36,8 +37,10 @@ def sparse_decode(
         window_indices: [B, W] int32 rows of `window`, padded with -1 at the end.
         sink: [H] fp32 logits.
         scale: softmax scale.
-        exact: keep the tile order of `sparse_attention(..., exact=True)`, whose output this then equals bit for bit
-            for any batch when both list the same keys in the same order (the window oldest first).
+        counts: [B, 2] int32, how many of the two lists' rows are set. One tensor serves all layers of a
+            step; without it each program counts for itself (about 2 us).
+        exact: keep the tile order of `sparse_attention(..., exact=True)`, whose output this then equals bit
+            for bit for any batch when both list the same keys in the same order (the window oldest first).
 
     Returns:
         [B, H, D] in the dtype of `query`.
@@ -45,15 +48,18 @@ def sparse_decode(
     rows, heads, width = query.shape
     if channels(records, "main") != width or channels(window, "window") != width or sink.shape != (heads,):
         raise ValueError(
-            f"query is {tuple(query.shape)}; records {tuple(records.shape)}, window {tuple(window.shape)} and sink "
-            f"{tuple(sink.shape)} must be for the same head width and number of heads"
+            f"query is {tuple(query.shape)}; records {tuple(records.shape)}, window {tuple(window.shape)} "
+            f"and sink {tuple(sink.shape)} must be for the same head width and number of heads"
         )
     if indices.shape[0] != rows or window_indices.shape[0] != rows:
         raise ValueError(
-            f"{rows} queries need as many rows of indices, got {indices.shape[0]} and {window_indices.shape[0]}"
+            f"{rows} queries need as many rows of indices, "
+            f"got {indices.shape[0]} and {window_indices.shape[0]}"
         )
     if use_kernel("sparse_decode", query):
         from model.ops.sparse_decode import triton
 
-        return triton.decode(query, records, indices, window, window_indices, sink, scale=scale, exact=exact)
+        return triton.decode(
+            query, records, indices, window, window_indices, sink, scale=scale, counts=counts, exact=exact
+        )
     return reference.decode(query, records, indices, window, window_indices, sink, scale=scale)

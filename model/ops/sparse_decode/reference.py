@@ -1,4 +1,4 @@
-"""Definition of decode attention over packed records: unpack the selected rows, then one softmax with a sink."""
+"""Definition of decode attention over packed records: unpack the rows, then one softmax with a sink."""
 
 import torch
 from torch import Tensor

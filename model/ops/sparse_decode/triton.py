@@ -1,8 +1,13 @@
 """Decode attention over packed records: unpack in registers, score, and accumulate in one pass over the keys.
 
-The pass is bound by the latency of index -> record -> unpack -> scores -> softmax -> values, not by bytes, so the keys
-of one query are split over a few programs (fp32 partials, merged in a fixed order) and the channels over two.
+The pass is bound by the latency of index -> record -> unpack -> scores -> softmax -> values, not by bytes,
+so the keys of one query are split over a few programs (fp32 partials, merged in a fixed order) and the
+channels over two.
 """
+
+# Kernels are written in Triton's language, which Python's types do not describe.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportAssignmentType=false
 
 from dataclasses import dataclass
 
@@ -29,7 +34,7 @@ from model.ops.tile import (
 
 @dataclass(frozen=True)
 class Tiling:
-    """How one query is cut: key splits, programs that share the channels, keys a step, warps, pipeline stages."""
+    """How one query is cut: key splits, programs that share the channels, keys a step, and so on."""
 
     splits: int
     halves: int
@@ -41,8 +46,8 @@ class Tiling:
 
 
 # Fixed per range of batch sizes, never chosen by occupancy.
-LARGE_BATCH = Tiling(splits=2, halves=1, block=128, window_block=64, warps=8, stages=1, branched=False)
-SMALL_BATCH = Tiling(splits=4, halves=2, block=128, window_block=32, warps=8, stages=1, branched=False)
+LARGE_BATCH = Tiling(splits=1, halves=2, block=64, window_block=32, warps=4, stages=2, branched=False)
+SMALL_BATCH = Tiling(splits=4, halves=2, block=128, window_block=32, warps=8, stages=1, branched=True)
 EXACT = Tiling(splits=1, halves=2, block=64, window_block=64, warps=4, stages=2, branched=False)
 
 
@@ -62,7 +67,20 @@ def _count(indices, KEYS: tl.constexpr):
 
 @triton.jit
 def _accumulate(
-    q0, q1, k0, k1, visible, acc0, acc1, top, total, scale, flag, half, HALVES: tl.constexpr, BRANCHED: tl.constexpr
+    q0,
+    q1,
+    k0,
+    k1,
+    visible,
+    acc0,
+    acc1,
+    top,
+    total,
+    scale,
+    flag,
+    half,
+    HALVES: tl.constexpr,
+    BRANCHED: tl.constexpr,
 ):
     """One step of the online softmax over a tile of keys given as two halves of their channels."""
     if BRANCHED:
@@ -94,6 +112,7 @@ def _decode(
     indices,
     window,
     window_indices,
+    counts,
     sink,
     out,
     partial_max,
@@ -109,11 +128,18 @@ def _decode(
     BLOCK: tl.constexpr,
     WINDOW_BLOCK: tl.constexpr,
     BRANCHED: tl.constexpr,
+    COUNTED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     half = tl.program_id(2)
     HALF: tl.constexpr = D // 2
+    if COUNTED:
+        main_count = tl.load(counts + row * 2)
+        window_count = tl.load(counts + row * 2 + 1)
+    else:
+        main_count = _count(indices + row * KEYS, KEYS)
+        window_count = _count(window_indices + row * WINDOW, WINDOW)
     h = tl.arange(0, HEADS)
     d = tl.arange(0, HALF)
     q_pointer = query + row * HEADS * D + h[:, None] * D + d[None, :]
@@ -130,7 +156,7 @@ def _decode(
     MAIN: tl.constexpr = D // 2 + D // 16
     g = tl.arange(0, HALF // 16)
     PART: tl.constexpr = (KEYS + SPLITS - 1) // SPLITS
-    limit = tl.minimum(_count(indices + row * KEYS, KEYS), (split + 1) * PART)
+    limit = tl.minimum(main_count, (split + 1) * PART)
     for n in tl.range(split * PART, (split + 1) * PART, BLOCK):
         c = n + tl.arange(0, BLOCK)
         i = tl.load(indices + row * KEYS + c, mask=c < KEYS, other=-1)
@@ -148,10 +174,13 @@ def _decode(
     RECENT: tl.constexpr = D + D // 32
     e = tl.arange(0, HALF // 32)
     WINDOW_PART: tl.constexpr = (WINDOW + SPLITS - 1) // SPLITS
-    limit = tl.minimum(_count(window_indices + row * WINDOW, WINDOW), (split + 1) * WINDOW_PART)
+    limit = tl.minimum(window_count, (split + 1) * WINDOW_PART)
     for n in tl.range(split * WINDOW_PART, (split + 1) * WINDOW_PART, WINDOW_BLOCK):
         c = n + tl.arange(0, WINDOW_BLOCK)
-        i = tl.load(window_indices + row * WINDOW + c, mask=c < WINDOW, other=-1)
+        if WINDOW % (SPLITS * WINDOW_BLOCK) == 0:
+            i = tl.load(window_indices + row * WINDOW + c)
+        else:
+            i = tl.load(window_indices + row * WINDOW + c, mask=c < WINDOW, other=-1)
         record = window + tl.maximum(i, 0).to(tl.int64)[:, None] * RECENT
         s0 = e4m3_scale(tl.load(record + D + e[None, :]))
         s1 = e4m3_scale(tl.load(record + D + HALF // 32 + e[None, :]))
@@ -179,7 +208,14 @@ def _decode(
 
 @triton.jit
 def _combine(
-    partial, partial_max, partial_sum, out, SPLITS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
+    partial,
+    partial_max,
+    partial_sum,
+    out,
+    SPLITS: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Merge the partial results of one query's splits, in the order of the splits."""
     row = tl.program_id(0).to(tl.int64)
@@ -208,6 +244,7 @@ def decode(
     sink: Tensor,
     *,
     scale: float,
+    counts: Tensor | None = None,
     exact: bool = False,
     cut: Tiling | None = None,
 ) -> Tensor:
@@ -226,6 +263,7 @@ def decode(
         indices,
         window,
         window_indices,
+        indices if counts is None else counts.contiguous(),
         sink,
         partial if parts else out,
         stats[0],
@@ -241,12 +279,21 @@ def decode(
         BLOCK=cut.block,
         WINDOW_BLOCK=cut.window_block,
         BRANCHED=cut.branched,
+        COUNTED=counts is not None,
         num_warps=cut.warps,
         num_stages=cut.stages,
     )
     if parts:
         block = min(8, heads)
         _combine[(rows, heads // block)](
-            partial, stats[0], stats[1], out, SPLITS=cut.splits, HEADS=heads, D=channels, BLOCK=block, num_warps=4
+            partial,
+            stats[0],
+            stats[1],
+            out,
+            SPLITS=cut.splits,
+            HEADS=heads,
+            D=channels,
+            BLOCK=block,
+            num_warps=4,
         )
     return out

@@ -1,7 +1,7 @@
-"""Exact top-k of a row with a total order, so that the choice never depends on the batch or the width of the row.
+"""Exact top-k with a total order, so that the choice never depends on the batch or the width of the row.
 
-Index scores tie for real (a ReLU makes many of them exactly zero), and `torch.topk` breaks ties differently for different
-widths: two passes over the same tokens would then attend to different entries.
+Index scores tie for real (a ReLU makes many of them exactly zero), and `torch.topk` breaks ties differently
+for different widths: two passes over the same tokens would then attend to different entries.
 """
 
 import torch
@@ -28,7 +28,9 @@ def topk(scores: Tensor, k: int, *, begins: Tensor | None = None, ends: Tensor |
         [R, k] int32, padded with -1 at the end of rows that have fewer choices.
     """
     if scores.dtype != torch.float32 or scores.dim() != 2 or k < 1:
-        raise ValueError(f"topk takes fp32 scores [R, S] and k >= 1, got {scores.dtype} {tuple(scores.shape)}, k={k}")
+        raise ValueError(
+            f"topk takes fp32 scores [R, S] and k >= 1, got {scores.dtype} {tuple(scores.shape)}, k={k}"
+        )
     if use_kernel("topk", scores):
         from model.ops.topk import triton
 

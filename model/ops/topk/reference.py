@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def order_bits(scores: Tensor) -> Tensor:
-    """Integers in the order of the scores [..., S] fp32 -> int64; -0 equals +0; -inf and NaN are below everything."""
+    """fp32 -> int64 in the same order; -0 equals +0; -inf and NaN are below everything."""
     bits = torch.where(scores == 0, 0.0, scores).view(torch.int32).long()
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return torch.where(scores > float("-inf"), ordered, -(2**31))

@@ -1,9 +1,15 @@
 """Exact top-k by group maxima: the k-th largest maximum bounds the k-th largest score from below.
 
-Only groups whose maximum reaches the bound are read (about k of 4096); what survives is compacted in column order and
-searched bit by bit. A row with more survivors than the buffer (long runs of equal scores) is searched in place. Counts
-and prefix sums only, no atomics: the same set in the same order every time.
+Only groups whose maximum reaches the bound are read (about k of 4096); what survives is compacted in column
+order and searched bit by bit. A row with more survivors than the buffer (long runs of equal scores) is
+searched in place. Counts and prefix sums only, no atomics: the same set in the same order every time.
 """
+
+# Kernels are written in Triton's language, which Python's types do not describe.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportAssignmentType=false
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -11,6 +17,21 @@ import triton.language as tl
 from torch import Tensor
 
 _SURVIVORS = 2048
+_POSTPONED = tl.constexpr(-2)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Groups of a row, scores read at once, warps, and whether long ties are searched in the same kernel."""
+
+    groups: int
+    read: int
+    warps: int
+    in_place: bool
+
+
+FEW_ROWS = Tuning(groups=4096, read=4096, warps=8, in_place=True)
+MANY_ROWS = Tuning(groups=2048, read=2048, warps=4, in_place=False)
 
 
 @triton.jit
@@ -29,7 +50,7 @@ def _step(round_number):
 
 @triton.jit
 def _advance(threshold, step, counts, K: tl.constexpr):
-    """Raise the threshold by the largest of 1..3 steps that still has K keys; three counts of 21 bits in one int64."""
+    """Raise the threshold by the largest of 1..3 steps that still has K keys; counts as in `_packed`."""
     c1 = counts & 0x1FFFFF
     c2 = (counts >> 21) & 0x1FFFFF
     c3 = counts >> 42
@@ -49,7 +70,7 @@ def _packed(keys, threshold, step):
 
 @triton.jit
 def _kth(keys, K: tl.constexpr, ROUNDS: tl.constexpr):
-    """The largest t, to 2 * ROUNDS leading bits, that at least K keys reach; 0 when there are fewer than K."""
+    """The largest t, to 2 * ROUNDS leading bits, that at least K keys reach; 0 with fewer than K."""
     threshold = tl.min(keys, 0) * 0
     for j in tl.range(0, ROUNDS):
         step = _step(j)
@@ -59,9 +80,18 @@ def _kth(keys, K: tl.constexpr, ROUNDS: tl.constexpr):
 
 @triton.jit
 def _group_maxima(
-    scores, begins, ends, maxima, stride, width, HAS_BEGINS: tl.constexpr, HAS_ENDS: tl.constexpr, GROUP: tl.constexpr,
-    GROUPS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+    scores,
+    begins,
+    ends,
+    maxima,
+    stride,
+    width,
+    HAS_BEGINS: tl.constexpr,
+    HAS_ENDS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(1).to(tl.int64)
     g = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     begin = 0
@@ -84,7 +114,7 @@ def _read(scores, column, inside, begin, end):
 
 @triton.jit
 def _emit(keys, column, threshold, need, equal_before, base, out, K: tl.constexpr):
-    """Store the chosen columns of one tile in order; returns how many keys equal the threshold and were chosen."""
+    """Store the chosen columns of a tile in order; returns how many equal the threshold, how many chosen."""
     above = keys > threshold
     equal = (keys == threshold) & (keys > 0)
     rank = equal_before + tl.cumsum(equal.to(tl.int32), 0)
@@ -108,8 +138,8 @@ def _count_above(scores, begin, end, threshold, BLOCK: tl.constexpr):
 def _select_in_place(scores, begin, end, bound, out, K: tl.constexpr, BLOCK: tl.constexpr):
     """The search over the whole row, for rows with too many candidates; returns how many were chosen.
 
-    `bound` is the K-th largest group maximum. Such rows mostly have a long run of scores equal to it, and then fewer
-    than K are above it and it is the threshold; else the search goes bit by bit.
+    `bound` is the K-th largest group maximum. Such rows mostly have a long run of scores equal to it, and
+    then fewer than K are above it and it is the threshold; else the search goes bit by bit.
     """
     c = tl.arange(0, BLOCK)
     first = begin // BLOCK * BLOCK
@@ -136,10 +166,25 @@ def _select_in_place(scores, begin, end, bound, out, K: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def _select(
-    scores, begins, ends, maxima, groups, survivors, out, stride, width, HAS_BEGINS: tl.constexpr,
-    HAS_ENDS: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr, SURVIVORS: tl.constexpr
-):  # fmt: skip
+    scores,
+    begins,
+    ends,
+    maxima,
+    groups,
+    survivors,
+    out,
+    stride,
+    width,
+    HAS_BEGINS: tl.constexpr,
+    HAS_ENDS: tl.constexpr,
+    K: tl.constexpr,
+    K_PADDED: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SURVIVORS: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     begin = 0
     end = width
@@ -172,6 +217,7 @@ def _select(
         found += tl.sum(keep.to(tl.int32), 0)
     tl.debug_barrier()
 
+    p = tl.arange(0, K_PADDED)
     if found <= SURVIVORS:
         c = tl.arange(0, SURVIVORS)
         keys = tl.load(keys_out + c, mask=c < found, other=0).to(tl.uint32, bitcast=True)
@@ -179,19 +225,60 @@ def _select(
         threshold = _kth(keys, K, 16)
         need = K - tl.sum((keys > threshold).to(tl.int32), 0)
         _, taken = _emit(keys, column, threshold, need, found * 0, found * 0, out, K)
-    else:
+        tl.store(out + p, p * 0 - 1, mask=(p >= taken) & (p < K))
+    elif IN_PLACE:
         taken = _select_in_place(scores, begin, end, _kth(top, K, 16), out, K, 4096)
-    p = tl.arange(0, K_PADDED)
-    tl.store(out + p, p * 0 - 1, mask=(p >= taken) & (p < K))
+        tl.store(out + p, p * 0 - 1, mask=(p >= taken) & (p < K))
+    else:
+        tl.store(out, found * 0 + _POSTPONED)
 
 
-def topk(scores: Tensor, k: int, *, begins: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
-    """See `model.ops.topk.topk`."""
+@triton.jit
+def _select_postponed(
+    scores,
+    begins,
+    ends,
+    maxima,
+    out,
+    stride,
+    width,
+    HAS_BEGINS: tl.constexpr,
+    HAS_ENDS: tl.constexpr,
+    K: tl.constexpr,
+    K_PADDED: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """The search in place of the rows that `_select` left; a kernel of its own keeps its registers few."""
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(out + row * K) == _POSTPONED:
+        begin = 0
+        end = width
+        if HAS_BEGINS:
+            begin = tl.load(begins + row)
+        if HAS_ENDS:
+            end = tl.load(ends + row)
+        top = tl.load(maxima + row * GROUPS + tl.arange(0, GROUPS)).to(tl.uint32, bitcast=True)
+        bound = _kth(top, K, 16)
+        taken = _select_in_place(scores + row * stride, begin, end, bound, out + row * K, K, 4096)
+        p = tl.arange(0, K_PADDED)
+        tl.store(out + row * K + p, p * 0 - 1, mask=(p >= taken) & (p < K))
+
+
+def topk(
+    scores: Tensor,
+    k: int,
+    *,
+    begins: Tensor | None = None,
+    ends: Tensor | None = None,
+    tuning: Tuning | None = None,
+) -> Tensor:
+    """See `model.ops.topk.topk`; the result does not depend on `tuning` (for tests and benchmarks)."""
     rows, width = scores.shape
+    tuning = tuning or (FEW_ROWS if rows <= 256 else MANY_ROWS)
     assert width < 2**21, f"counts have 21 bits: a row of {width} scores is too long"
     assert scores.stride(1) == 1, "scores must be contiguous along the row"
     padded = triton.next_power_of_2(k)
-    groups = max(padded, min(triton.next_power_of_2(width), 4096 if rows <= 256 else 2048))
+    groups = max(padded, min(triton.next_power_of_2(width), tuning.groups))
     group = max(1, triton.next_power_of_2(triton.cdiv(width, groups)))
     survivors = max(_SURVIVORS, 2 * padded)
     scratch = scores.new_empty((3, rows, groups), dtype=torch.int32)
@@ -201,12 +288,51 @@ def topk(scores: Tensor, k: int, *, begins: Tensor | None = None, ends: Tensor |
     begins, ends = (scores if x is None else x for x in (begins, ends))
     block = min(groups, max(1, 4096 // group))
     _group_maxima[(groups // block, rows)](
-        scores, begins, ends, scratch[0], scores.stride(0), width, **flags, GROUP=group, GROUPS=groups, BLOCK=block,
+        scores,
+        begins,
+        ends,
+        scratch[0],
+        scores.stride(0),
+        width,
+        **flags,
+        GROUP=group,
+        GROUPS=groups,
+        BLOCK=block,
         num_warps=4,
-    )  # fmt: skip
+    )
     _select[(rows,)](
-        scores, begins, ends, scratch[0], scratch[1], kept, out, scores.stride(0), width, **flags, K=k,
-        K_PADDED=padded, GROUP=group, GROUPS=groups, BLOCK=max(1, 2048 // group), SURVIVORS=survivors,
-        num_warps=8 if rows <= 256 else 4,
-    )  # fmt: skip
+        scores,
+        begins,
+        ends,
+        scratch[0],
+        scratch[1],
+        kept,
+        out,
+        scores.stride(0),
+        width,
+        **flags,
+        K=k,
+        K_PADDED=padded,
+        GROUP=group,
+        GROUPS=groups,
+        BLOCK=max(1, tuning.read // group),
+        SURVIVORS=survivors,
+        IN_PLACE=tuning.in_place,
+        num_warps=tuning.warps,
+    )
+    if not tuning.in_place:
+        _select_postponed[(rows,)](
+            scores,
+            begins,
+            ends,
+            scratch[0],
+            out,
+            scores.stride(0),
+            width,
+            **flags,
+            K=k,
+            K_PADDED=padded,
+            GROUPS=groups,
+            num_warps=8,
+        )
     return out

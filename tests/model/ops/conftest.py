@@ -1,10 +1,10 @@
 """Two ways to check a kernel without a GPU.
 
-`interpreted` runs it on CPU tensors under Triton's interpreter, which has to be chosen before Triton is imported: in a
-second process. `compiled` lets a launcher compile everything it would launch for sm_90 and reads the resources.
+`interpreted` runs it on CPU tensors under Triton's interpreter, which has to be chosen before Triton is
+imported: in a second process. `compiled` lets a launcher compile everything it would launch for sm_90 and
+reads the resources.
 """
 
-import importlib.util
 import os
 import pickle
 import re
@@ -110,9 +110,9 @@ def read_resources(name: str, kernel) -> Resources:
     return Resources(name, int(registers), int(stack), kernel.metadata.shared)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def compiled() -> Iterator[Callable]:
-    """`compiled(launcher, *meta_tensors, **kwargs) -> list[Resources]`: one for each kernel it would launch."""
+    """`compiled(launcher, *meta_tensors, **kwargs)`: the resources of each kernel it would launch."""
     import triton
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
@@ -132,7 +132,7 @@ def compiled() -> Iterator[Callable]:
         return list(kernels)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
         patch.setattr(JITFunction, "run", warmup)
-        driver.set_active(_Hopper())
+        patch.setattr(driver, "_active", _Hopper())
         yield call
-        driver.reset_active()

@@ -16,6 +16,7 @@ from envs.types import (
     TrajectoryKey,
     Turn,
 )
+from rewards.length import LengthPenaltyConfig
 from rl.rollout.buffer import Buffer, BufferError
 from rl.rollout.config import RolloutConfig
 
@@ -98,6 +99,23 @@ def test_the_filter_looks_at_the_outcome_not_at_the_length_penalty() -> None:
     b.add(trajectory(0, 0, 0.9, outcome=1.0, length=-0.1))
     b.add(trajectory(0, 1, 0.8, outcome=1.0, length=-0.2))
     assert [drop.reason for drop in b.take_dropped()] == ["zero_variance"]
+
+
+def test_the_length_penalty_is_added_once_as_a_batch_leaves() -> None:
+    length = LengthPenaltyConfig(k0=0.2, max_penalty=0.1, length_scale=8, efforts=(25, 50, 75, 100))
+    b = Buffer(RolloutConfig(groups_per_step=1), length=length)
+    b.open(0, TASK, 50, "loop", 2)
+    b.add(trajectory(0, 0, 1.0))
+    b.add(trajectory(0, 1, 0.0, versions=(0,) * 8))
+    back = Buffer(RolloutConfig(groups_per_step=1), length=length)
+    back.load_state_dict(json.loads(json.dumps(b.state_dict())))
+    batch = back.take(0)
+    assert batch is not None
+    first, second = (t.score for t in batch.groups[0].trajectories)
+    assert isinstance(first, Score) and isinstance(second, Score)
+    assert first.parts["outcome"] == 1.0
+    assert first.value == pytest.approx(1.0 - 0.073576 * 2 / 8, abs=1e-6)
+    assert second.value == pytest.approx(-0.073576, abs=1e-6)
 
 
 def test_too_old_tokens_are_masked_and_a_group_without_fresh_ones_is_dropped() -> None:

@@ -26,7 +26,7 @@ from rl.weights import WeightSnapshot
 from sandbox.client import Fleet
 from tests.rl.rollout.killable_run import SIZE, assignment
 from tests.rl.rollout.scripted import CHAT, Boxes, ScriptedEngine, calc_assignment, expert, turns_of
-from tests.rl.rollout.test_worker import Shop
+from tests.rl.rollout.workers import Shop
 
 CONFIG = RolloutConfig(
     max_in_flight=12, groups_per_step=2, staleness=1, max_total_tokens=128, lag_alarm_s=0.2
@@ -178,7 +178,7 @@ async def test_an_environment_that_blocks_the_loop_is_named(tmp_path: Path) -> N
     await collect(generator, 1)
     (alarm,) = await generator.alarms()
     assert alarm.startswith("environment shop blocked the event loop for 0.")
-    assert "test_worker.py" in alarm
+    assert "workers.py" in alarm
     assert (await generator.stats())["sys/loop_lag.max"] > 0.4
     await generator.close()
 

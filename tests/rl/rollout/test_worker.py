@@ -1,8 +1,5 @@
 import asyncio
 import math
-import time
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +7,6 @@ import pytest
 
 import envs.registry
 import envs.scaffolds
-import rewards
 from envs.base import Episode, ToolError
 from envs.types import (
     Boundary,
@@ -23,120 +19,25 @@ from envs.types import (
     StopReason,
     Task,
     ToolCall,
-    ToolSpec,
     Trajectory,
-    Turn,
 )
 from rl.rollout.assignment import Purpose, request_seed
-from rl.rollout.config import RolloutConfig, RolloutConfigError
+from rl.rollout.config import RolloutConfigError
 from rl.rollout.episode import EpisodeRun
-from rl.rollout.faults import Interrupted
 from rl.rollout.sandboxes import FleetSandboxes
-from rl.rollout.state import Recovery
 from rl.rollout.wal import TokenLog
 from rl.rollout.worker import Worker
 from sandbox.types import SandboxSpec
 from tests.rl.rollout.scripted import (
     CHAT,
     Boxes,
-    Plan,
     ScriptedEngine,
     calc_assignment,
     expert,
     ids,
     turns_of,
 )
-
-
-class SandboxDied(Exception):
-    """As the fleet would raise it."""
-
-    __module__ = "sandbox.errors"
-
-
-class Shop:
-    """An environment with one tool that keeps state, and switches to make it misbehave."""
-
-    name = "shop"
-    splits = ("train",)
-    tools = (
-        ToolSpec(
-            "buy",
-            "Buys.",
-            {"type": "object", "properties": {"what": {"type": "string"}}, "required": ["what"]},
-        ),
-    )
-    sandbox: SandboxSpec | None = SandboxSpec()
-    max_turns = 3
-    reward_name = ""
-    efforts = (50,)
-
-    def __init__(self) -> None:
-        self.bought: list[tuple[str, int | None]] = []
-        self.error: Exception | None = None
-        self.block_s = 0.0
-        self.wait_s = 0.0
-        self.value: float | Exception = 1.0
-        self.cleaned = 0
-
-    def tasks(self, split: str, seed: int) -> Iterator[Task]:
-        yield Task.ask("t", "1")
-
-    def demonstrations(self, split: str, seed: int) -> Iterator[Any]:
-        yield from ()
-
-    async def setup(self, task: Task, sandbox: Any) -> None:
-        assert sandbox is not None
-
-    async def cleanup(self, task: Task, sandbox: Any) -> None:
-        self.cleaned += 1
-
-    async def call_tool(self, call: ToolCall, task: Task, sandbox: Any) -> str:
-        if self.error is not None:
-            raise self.error
-        time.sleep(self.block_s)  # noqa: ASYNC251  the fault under test
-        await asyncio.sleep(self.wait_s)
-        self.bought.append((call.arguments["what"], call.number))
-        return str(len(self.bought))
-
-    async def score(self, task: Task, trajectory: Trajectory) -> Score | Missing:
-        if isinstance(self.value, Exception):
-            raise self.value
-        return Score(self.value)
-
-
-def config(**settings: Any) -> RolloutConfig:
-    return RolloutConfig(**{"deadline_s": 20.0, "max_total_tokens": 64, **settings})
-
-
-def calc_worker(engine: ScriptedEngine, boxes: Boxes, log: TokenLog | None = None, **settings: Any) -> Worker:
-    env = envs.registry.load("calc")
-    reward = rewards.load("exact")
-    scaffold = envs.scaffolds.load("tools")
-    return Worker(env, scaffold, engine, CHAT, boxes, reward, log, config(**settings))
-
-
-def shop_worker(
-    plan: Plan,
-    env: Shop | None = None,
-    boxes: Boxes | None = None,
-    log: TokenLog | None = None,
-    **settings: Any,
-) -> tuple[Worker, Shop, Boxes, ScriptedEngine]:
-    env, boxes = env or Shop(), boxes or Boxes()
-    engine = ScriptedEngine(plan, log.on_step if log else None)
-    scaffold = settings.pop("scaffold", None) or envs.scaffolds.load("tools")
-    return Worker(env, scaffold, engine, CHAT, boxes, None, log, config(**settings)), env, boxes, engine
-
-
-def recovery(folder: Path) -> Recovery:
-    log = TokenLog(folder)
-    log.close()
-    return log.recovery
-
-
-def flat(turns: tuple[Turn, ...]) -> list[int]:
-    return [token for turn in turns for token in (*turn.prompt_ids, *turn.completion_ids)]
+from tests.rl.rollout.workers import SandboxDied, Shop, calc_worker, config, flat, recovery, shop_worker
 
 
 async def test_calc_runs_from_prompt_to_score_on_token_ids(tmp_path: Path) -> None:
@@ -286,6 +187,15 @@ async def test_a_fault_that_is_not_the_policys_gives_no_score(error: Exception, 
     assert (boxes.out, env.cleaned, len(engine.released)) == (0, 1, 1)
 
 
+async def test_a_setup_that_raises_fails_the_sample_before_any_token() -> None:
+    worker, env, boxes, engine = shop_worker(turns_of("<call>tea</call>"))
+    env.setup_error = FileNotFoundError("no such data set")
+    trajectory = await worker.run(calc_assignment())
+    assert trajectory.error is not None
+    assert (trajectory.error.boundary, trajectory.error.type) == (Boundary.ENVIRONMENT, "FileNotFoundError")
+    assert (engine.requests, boxes.out, env.cleaned) == ([], 0, 1)
+
+
 async def test_a_sandbox_that_cannot_be_had_is_a_fault_of_the_sandbox() -> None:
     worker, _, boxes, _ = shop_worker(turns_of("<call>tea</call>"))
     boxes.fail = SandboxDied("no room on any node")
@@ -369,19 +279,6 @@ async def test_a_cancelled_sample_gives_back_box_and_session() -> None:
     assert (boxes.out, env.cleaned, len(engine.released)) == (0, 1, 1)
 
 
-async def test_a_turn_given_back_by_a_closing_engine_stays_in_the_log(tmp_path: Path) -> None:
-    log = TokenLog(tmp_path)
-    engine = ScriptedEngine(expert, log.on_step, step_s=0.01)
-    task = asyncio.create_task(calc_worker(engine, Boxes(), log).run(calc_assignment()))
-    await asyncio.sleep(0.06)
-    await engine.close()
-    with pytest.raises(Interrupted):
-        await task
-    log.close()
-    (sample,) = recovery(tmp_path).unfinished.values()
-    assert sample.turns[0].token_ids == tuple(ids("<call>47*86</call>"))[: len(sample.turns[0].token_ids)]
-
-
 async def test_a_rewritten_history_forks_a_branch() -> None:
     class Summing:
         name = "summing"
@@ -410,104 +307,6 @@ async def test_evaluation_is_not_logged(tmp_path: Path) -> None:
     assert isinstance(trajectory.score, Score)
     assert log.stats()["bytes"] == log.stats()["tokens"] == 0
     log.close()
-
-
-def same(trajectory: Trajectory) -> Trajectory:
-    return replace(trajectory, timings={})
-
-
-async def test_a_sample_goes_on_from_any_token_and_ends_as_if_undisturbed(tmp_path: Path) -> None:
-    whole = await calc_worker(ScriptedEngine(expert), Boxes()).run(calc_assignment())
-    total = whole.sampled_tokens
-    for cut in range(total + 1):
-        folder = tmp_path / str(cut)
-        log = TokenLog(folder, flush_ms=0)
-        seen = 0
-        reached = asyncio.Event()
-
-        def on_step(
-            frame: Any, log: TokenLog = log, cut: int = cut, reached: asyncio.Event = reached
-        ) -> None:
-            nonlocal seen
-            if seen < cut:
-                log.on_step(frame)
-            seen += 1
-            if seen > cut:
-                reached.set()
-
-        engine = ScriptedEngine(expert, on_step, step_s=0.0)
-        boxes = Boxes()
-        task = asyncio.create_task(calc_worker(engine, boxes, log).run(calc_assignment()))
-        waiting = asyncio.create_task(reached.wait())
-        await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
-        task.cancel()
-        await asyncio.gather(task, waiting, return_exceptions=True)
-        log.close()
-        log = TokenLog(folder)
-        if cut == total:
-            assert [same(t) for t in log.recovery.finished.values()] == [same(whole)]
-            log.close()
-            continue
-        (sample,) = log.recovery.unfinished.values()
-        assert sum(len(turn.token_ids) for turn in sample.turns) == cut
-        engine = ScriptedEngine(expert, log.on_step)
-        again = await calc_worker(engine, boxes, log).run(calc_assignment(), sample)
-        assert same(again) == same(whole)
-        sampled_again = sum(len(turn.token_ids) for turn in sample.turns)
-        assert log.stats()["tokens"] == total - sampled_again
-        log.close()
-        assert [same(t) for t in recovery(folder).finished.values()] == [same(whole)]
-
-
-async def test_a_turn_is_on_disk_before_its_tool_call_is_sent(tmp_path: Path) -> None:
-    log = TokenLog(tmp_path, flush_ms=1e6)
-    copied: list[bytes] = []
-
-    class Spying(Shop):
-        async def call_tool(self, call: ToolCall, task: Task, sandbox: Any) -> str:
-            copied.append((tmp_path / "00000000.wal").read_bytes())
-            return "ok"
-
-    worker, *_ = shop_worker(turns_of("<call>tea</call>", "<answer>1<end>"), env=Spying(), log=log)
-    await worker.run(calc_assignment())
-    (tmp_path / "copy").mkdir()
-    (tmp_path / "copy" / "00000000.wal").write_bytes(copied[0])
-    (sample,) = recovery(tmp_path / "copy").unfinished.values()
-    assert sample.turns[0].finish is FinishReason.STOP
-    assert sample.turns[0].token_ids == tuple(ids("<call>tea</call>"))
-    log.close()
-
-
-async def test_a_result_that_is_not_logged_is_computed_again_only_without_state(tmp_path: Path) -> None:
-    for name, expected in (("calc", Status.FINISHED), ("shop", Status.FAILED)):
-        log = TokenLog(tmp_path / name, flush_ms=0)
-        boxes = Boxes()
-        if name == "calc":
-            boxes.box = type("Slow", (), {"python": staticmethod(lambda *a, **k: asyncio.sleep(60))})()
-            worker = calc_worker(ScriptedEngine(expert, log.on_step), boxes, log)
-        else:
-            worker, env, boxes, _ = shop_worker(expert, boxes=boxes, log=log)
-            env.wait_s = 60
-        task = asyncio.create_task(worker.run(calc_assignment()))
-        await asyncio.sleep(0.2)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        log.close()
-        log = TokenLog(tmp_path / name)
-        (sample,) = log.recovery.unfinished.values()
-        assert sample.turns[0].finish is FinishReason.STOP
-        if name == "calc":
-            worker = calc_worker(ScriptedEngine(expert, log.on_step), Boxes(), log)
-        else:
-            worker, *_ = shop_worker(expert, log=log)
-        again = await worker.run(calc_assignment(), sample)
-        assert again.status is expected
-        if name == "shop":
-            assert again.error is not None
-            assert (again.error.boundary, again.error.type) == (Boundary.SANDBOX, "SandboxLost")
-            assert isinstance(again.score, Missing)
-        log.close()
 
 
 async def test_sandboxes_of_a_fleet_are_closed_also_when_their_creation_is_cancelled() -> None:

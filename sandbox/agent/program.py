@@ -1,0 +1,146 @@
+"""The command itself: a fresh fork that takes its streams, user and limits, and does what was asked."""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import errno
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
+    Header = dict[str, Any]
+
+JOB = struct.Struct("!I")
+CHUNK = 1 << 16
+ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/work", "LANG": "C.UTF-8"}
+PR_SET_DUMPABLE = 4
+CAPABILITY_VERSION = 0x20080522
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def become_command(streams: list[int], uid: int | None, brief: bool, config: Header) -> NoReturn:
+    """Turns a fresh fork into the command: its streams, its user and limits, nothing else of the agent."""
+    code = 127
+    try:
+        os.setsid()
+        for target, fd in enumerate(streams):
+            os.dup2(fd, target)
+        close_above_2()
+        for number in (signal.SIGPIPE, signal.SIGCHLD, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+        for name, value in config["rlimits"].items():
+            resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
+        os.umask(0o077 if brief else 0o022)
+        if uid is not None:
+            os.setgroups([])
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+            _libc.capset(struct.pack("II", CAPABILITY_VERSION, 0), bytes(24))
+        _libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
+        code = perform(json.loads(read_exactly(JOB.unpack(read_exactly(JOB.size))[0])))
+    except BaseException as error:
+        os.write(2, (type(error).__name__ + ": " + str(error) + "\n").encode())
+    finally:
+        os._exit(code)
+
+
+def close_above_2() -> None:
+    """Closes every descriptor but the three streams."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2:
+            try:  # noqa: SIM105
+                os.close(int(name))
+            except OSError:  # the listing's own
+                pass
+
+
+def read_exactly(size: int) -> bytes:
+    """Reads `size` bytes of standard input without reading ahead."""
+    data = b""
+    while len(data) < size:
+        more = os.read(0, size - len(data))
+        if not more:
+            raise EOFError("the job was cut short")
+        data += more
+    return data
+
+
+def perform(job: Header) -> int:
+    """Does what was asked for, and returns the exit code."""
+    os.chdir(job.get("cwd", "/work"))
+    if job["op"] == "exec":
+        os.execvpe(job["argv"][0], job["argv"], {**ENVIRONMENT, **job["env"]})
+    if job["op"] == "python":
+        return run_source(read_exactly(job["source_bytes"]))
+    if job["op"] == "read":
+        return copy_out(job["path"], job["max_bytes"])
+    if job["op"] == "write":
+        return copy_in(job["path"], job["mode"] & 0o777)
+    raise ValueError("unknown operation " + repr(job["op"]))
+
+
+def run_source(source: bytes) -> int:
+    """Runs Python source as a main program and returns its exit code."""
+    os.environ.clear()
+    os.environ.update(ENVIRONMENT)
+    sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", errors="replace", closefd=False, buffering=1)  # noqa: SIM115
+    sys.argv = ["-c"]
+    main = sys.modules["__main__"] = type(sys)("__main__")
+    for name in ("exit", "quit"):
+        setattr(builtins, name, sys.exit)
+    code = 0
+    try:
+        exec(compile(source, "<source>", "exec"), main.__dict__)
+        if "threading" in sys.modules:
+            sys.modules["threading"]._shutdown()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        if code == 1 and not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
+    except BaseException as error:
+        trace = error.__traceback__.tb_next if error.__traceback__ else None
+        sys.__excepthook__(type(error), error, trace)
+        code = 1
+    sys.stdout.flush()
+    return code & 255
+
+
+def copy_out(path: str, limit: int) -> int:
+    """Writes a regular file to standard output; one that is larger than `limit` is refused."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    info = os.fstat(fd)
+    if info.st_mode & 0o170000 != 0o100000:
+        raise OSError(errno.EINVAL, "not a regular file")
+    if info.st_size > limit:
+        raise OSError(errno.EFBIG, str(info.st_size) + " bytes are more than the limit of " + str(limit))
+    copy_all(fd, 1)
+    return 0
+
+
+def copy_in(path: str, mode: int) -> int:
+    """Writes standard input to a file."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    copy_all(0, fd)
+    os.fchmod(fd, mode)
+    return 0
+
+
+def copy_all(source: int, target: int) -> None:
+    """Copies one descriptor to another until its end."""
+    while data := os.read(source, CHUNK):
+        view = memoryview(data)
+        while view:
+            view = view[os.write(target, view) :]

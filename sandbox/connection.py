@@ -1,0 +1,153 @@
+"""One stream to a node that carries many requests at once, and how the node of this machine is reached."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from sandbox.channel import Header, encode, read_frame
+from sandbox.errors import InfrastructureError, LostError, SandboxError, from_wire
+from sandbox.node import READY, SOCKET
+
+_PING_S, _SILENT_S = 10.0, 60.0
+
+
+class Connection:
+    """Requests of one client. A node that stays silent although asked for a sign of life counts as gone."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self._reader, self._writer = reader, writer
+        self._ids = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[tuple[Header, bytes]]] = {}
+        self._fault: SandboxError | None = None
+        self._heard = time.monotonic()
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+
+    @classmethod
+    async def open(cls, path: Path) -> Connection:
+        """Connects to the socket of a node.
+
+        Raises:
+            OSError: Nobody listens there.
+        """
+        return cls(*await asyncio.open_unix_connection(path, limit=1 << 22))
+
+    async def request(self, header: Header, body: bytes = b"") -> tuple[Header, bytes]:
+        """Sends a request and returns its reply; a cancelled caller cancels it on the node.
+
+        Raises:
+            SandboxError: The node says so, or is gone.
+        """
+        if self._fault is not None:
+            raise self._fault
+        number = next(self._ids)
+        frame = encode({**header, "id": number}, body)
+        reply: asyncio.Future[tuple[Header, bytes]] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = reply
+        try:
+            self._writer.write(frame)
+            await self._writer.drain()
+            answer, data = await reply
+        except asyncio.CancelledError:
+            self._writer.write(encode({"op": "cancel", "target": number, "id": next(self._ids)}))
+            raise
+        except ConnectionError as error:
+            raise LostError("the sandbox node is gone") from error
+        finally:
+            self._waiting.pop(number, None)
+        if "error" in answer:
+            raise from_wire(answer["error"])
+        return answer, data
+
+    async def close(self) -> None:
+        """Ends the connection."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()
+        self._fail(LostError("the fleet was closed"))
+
+    async def _receive(self) -> None:
+        try:
+            while True:
+                header, body = await read_frame(self._reader)
+                self._heard = time.monotonic()
+                reply = self._waiting.get(header["id"])
+                if reply is not None and not reply.done():
+                    reply.set_result((header, body))
+        except SandboxError as error:
+            self._fail(LostError(f"the sandbox node is gone ({error})"))
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_PING_S)
+            silent = time.monotonic() - self._heard
+            if silent > _SILENT_S and self._waiting:
+                self._fail(LostError(f"the sandbox node has been silent for {silent:.0f} s"))
+            elif silent > _PING_S:
+                self._writer.write(encode({"op": "ping", "id": next(self._ids)}))
+
+    def _fail(self, fault: SandboxError) -> None:
+        self._fault = self._fault or fault
+        for reply in self._waiting.values():
+            if not reply.done():
+                reply.set_exception(self._fault)
+
+
+async def reach(state_dir: Path) -> Connection:
+    """Connects to the node of a state folder, starting it when none answers.
+
+    Raises:
+        InfrastructureError: It does not start.
+    """
+    with contextlib.suppress(OSError):
+        return await Connection.open(state_dir / SOCKET)
+    await asyncio.to_thread(_start, state_dir)
+    try:
+        return await Connection.open(state_dir / SOCKET)
+    except OSError as error:
+        raise InfrastructureError(f"the sandbox node ended at once; see {state_dir / 'node.log'}") from error
+
+
+def _start(state_dir: Path) -> None:
+    """Starts a node unless somebody else has meanwhile; it detaches itself and outlives this process."""
+    state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with (state_dir / "node.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if _answers(state_dir / SOCKET):
+            return
+        root = str(Path(__file__).parent.parent)
+        with (state_dir / "node.log").open("ab") as log:
+            done = subprocess.run(
+                [sys.executable, "-m", "sandbox.node", str(state_dir), "--detach"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": root},
+                cwd=state_dir,
+                check=False,
+            )
+    if done.stdout.decode() != READY:
+        lines = (state_dir / "node.log").read_text(errors="replace").strip().splitlines()
+        raise InfrastructureError(
+            f"the sandbox node does not start: {lines[-1] if lines else 'it left no message'}"
+        )
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True

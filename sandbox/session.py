@@ -1,0 +1,135 @@
+"""One client's connection to a node: requests in, replies out, each request a task of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from sandbox.channel import ByteReader, Header, encode, read_frame
+from sandbox.errors import InfrastructureError, ProtocolError, SandboxError, to_wire
+from sandbox.types import Limits, SandboxSpec
+
+if TYPE_CHECKING:
+    from sandbox.node import Node, Owner
+
+_LOG = logging.getLogger("sandbox.node")
+_Reply = tuple[Header, bytes]
+
+
+class Session:
+    """Serves one client; when it goes its commands are killed, and its owner's lease begins to run."""
+
+    def __init__(self, node: Node, reader: ByteReader, writer: asyncio.StreamWriter):
+        self._node, self._reader, self._writer = node, reader, writer
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._owner = ""
+        self._lease: Owner | None = None
+        self._operations = {
+            "ping": self._ping, "hello": self._hello, "create": self._create, "run": self._run,
+            "read": self._read, "write": self._write, "close": self._close, "boxes": self._boxes,
+            "release": self._release, "owners": self._owners,
+        }  # fmt: skip
+
+    async def serve(self) -> None:
+        """Reads requests until the client goes.
+
+        Raises:
+            LostError: It has gone.
+            ProtocolError: It does not speak the protocol.
+        """
+        while True:
+            header, body = await read_frame(self._reader)
+            number = header.get("id")
+            if not isinstance(number, int) or number in self._tasks:
+                raise ProtocolError(f"a request with the id {number!r}")
+            if header.get("op") == "cancel":
+                if task := self._tasks.get(header.get("target", 0)):
+                    task.cancel()
+                continue
+            task = asyncio.create_task(self._answer(number, header, body))
+            self._tasks[number] = task
+            task.add_done_callback(lambda _, number=number: self._tasks.pop(number, None))
+
+    async def end(self) -> None:
+        """Forgets the client."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._lease is not None:
+            self._lease.leave()
+        self._writer.close()
+
+    async def _answer(self, number: int, header: Header, body: bytes) -> None:
+        try:
+            reply, data = await self._perform(header, body)
+            frame = encode({**reply, "id": number}, data)
+        except SandboxError as error:
+            frame = encode({"error": to_wire(error), "id": number})
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            _LOG.exception("request %s failed", header.get("op"))
+            problem = InfrastructureError(f"the node failed: {type(error).__name__}: {error}")
+            frame = encode({"error": to_wire(problem), "id": number})
+        self._writer.write(frame)
+        await self._writer.drain()
+
+    async def _perform(self, header: Header, body: bytes) -> _Reply:
+        operation = self._operations.get(header.get("op", ""))
+        if operation is None:
+            raise ProtocolError(f"there is no operation {header.get('op')!r}")
+        return await operation(header, body)
+
+    async def _ping(self, header: Header, body: bytes) -> _Reply:
+        return {}, b""
+
+    async def _hello(self, header: Header, body: bytes) -> _Reply:
+        backend = await self._node.pick(header["backend"])
+        if self._owner:
+            raise ProtocolError("a client has one owner")
+        self._owner = str(header["owner"])
+        self._lease = self._node.join(self._owner, float(header["lease_s"]))
+        capabilities = asdict(backend.capabilities())
+        return {"backend": backend.name, "pid": os.getpid(), "capabilities": capabilities}, b""
+
+    async def _create(self, header: Header, body: bytes) -> _Reply:
+        if not self._owner:
+            raise ProtocolError("a client says hello first")
+        return {
+            "box": await self._node.create(self._owner, header["backend"], spec_from(header["spec"]))
+        }, b""
+
+    async def _run(self, header: Header, body: bytes) -> _Reply:
+        result = await self._node.box(header["box"], self._owner).run(header["command"], body)
+        names = ("exit_code", "truncated", "timed_out", "oom", "duration_s")
+        fields: Header = {name: getattr(result, name) for name in names}
+        return {**fields, "stdout_bytes": len(result.stdout)}, result.stdout + result.stderr
+
+    async def _read(self, header: Header, body: bytes) -> _Reply:
+        return {}, await self._node.box(header["box"], self._owner).read_file(header["path"], header["limit"])
+
+    async def _write(self, header: Header, body: bytes) -> _Reply:
+        await self._node.box(header["box"], self._owner).write_file(header["path"], body, header["mode"])
+        return {}, b""
+
+    async def _close(self, header: Header, body: bytes) -> _Reply:
+        await self._node.close_box(header["box"], self._owner)
+        return {}, b""
+
+    async def _boxes(self, header: Header, body: bytes) -> _Reply:
+        return {"boxes": self._node.boxes(self._owner)}, b""
+
+    async def _release(self, header: Header, body: bytes) -> _Reply:
+        return {"sandboxes": await self._node.release(str(header["owner"]))}, b""
+
+    async def _owners(self, header: Header, body: bytes) -> _Reply:
+        return {"owners": self._node.owners()}, b""
+
+
+def spec_from(data: Mapping[str, Any]) -> SandboxSpec:
+    """Returns the specification that a client sent as JSON values."""
+    fields: dict[str, Any] = {**data, "limits": Limits(**data["limits"])}
+    return SandboxSpec(**fields)

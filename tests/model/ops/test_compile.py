@@ -1,0 +1,150 @@
+"""Every kernel compiles for sm_90 at official shapes and takes no more than recorded in `resources.json`.
+
+Spills and shared memory decide speed on the card and are visible without one. Figures are kept per Triton
+version, because register allocation differs between them.
+"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="the kernels need Triton, an optional dependency")
+
+from model.ops.hyper_boundary import triton as boundary  # noqa: E402
+from model.ops.indexer import triton as indexer  # noqa: E402
+from model.ops.linear_logprob import triton as logprob  # noqa: E402
+from model.ops.pack_keys import triton as packing  # noqa: E402
+from model.ops.sparse_attention import backward, gluon  # noqa: E402
+from model.ops.sparse_attention import triton as attention  # noqa: E402
+from model.ops.sparse_attention.inverse import InverseIndex  # noqa: E402
+from model.ops.sparse_decode import triton as decode  # noqa: E402
+from model.ops.topk import triton as topk  # noqa: E402
+from model.ops.unpack_keys import triton as unpacking  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+RECORDS = json.loads((Path(__file__).parent / "resources.json").read_text())
+T, H, D, E, K, W = 4096, 64, 512, 32768, 512, 128
+SCALE = D**-0.5
+BF16, FP32, INT, BYTE, FP8 = torch.bfloat16, torch.float32, torch.int32, torch.uint8, torch.float8_e4m3fn
+
+
+def _t(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _keys() -> attention.KeyRows:
+    return attention.KeyRows(_t(T, K + W, dtype=INT), _t(T, 2, dtype=INT), K, 64)
+
+
+def _decode(compiled, batch, exact):
+    return compiled(
+        decode.decode,
+        *(_t(batch, H, D), _t(E, 288, dtype=BYTE), _t(batch, K, dtype=INT), _t(batch * W, 528, dtype=BYTE)),
+        *(_t(batch, W, dtype=INT), _t(H, dtype=FP32)),
+        scale=SCALE,
+        counts=_t(batch, 2, dtype=INT),
+        exact=exact,
+    )
+
+
+def _forward(compiled, module, **options):
+    arguments = (_t(T, H, D), _t(E + T, D), _keys(), _t(H, dtype=FP32))
+    return compiled(module.forward, *arguments, scale=SCALE, **options)
+
+
+def _backward(compiled):
+    saved = backward.Saved(
+        _t(T, H, D),
+        _t(E + T, D),
+        _keys(),
+        _t(T, K, dtype=INT),
+        _t(T, H, D),
+        _t(T, H, dtype=FP32),
+        SCALE,
+        W,
+        E,
+    )
+    inverse = InverseIndex(T, [_t(E + 1, dtype=INT)], [_t(T * K, dtype=INT)])
+    return compiled(backward.backward, saved, _t(T, H, D), inverse)
+
+
+def _scores(compiled, dtype):
+    tensors = _t(1024, 32, 128, dtype=dtype), _t(E, 128, dtype=dtype), _t(1024, 32, dtype=FP32)
+    return compiled(indexer.index_scores, *tensors, begins=_t(1024, dtype=INT), ends=_t(1024, dtype=INT))
+
+
+def _logprob(compiled):
+    hidden, weight, labels = _t(8192, 5120), _t(129280, 5120), _t(8192, dtype=torch.int64)
+    row = _t(8192, dtype=FP32)
+    kernels = compiled(logprob.forward, hidden, weight, labels, temperature=1.0)
+    return kernels + compiled(
+        logprob.logit_gradients,
+        *(hidden, weight, labels, row, row, row, row),
+        temperature=0.7,
+        columns=slice(20480, 40960),
+        out=_t(8192, 20480),
+    )
+
+
+def _pack(compiled, kind, width, ratio):
+    values = _t(E * ratio, width, dtype=FP32)
+    rope = _t(E, 32, dtype=FP32), _t(E, 32, dtype=FP32)
+    gates = values if ratio > 1 else None
+    return compiled(packing.pack_keys, kind, values, gates, ratio, _t(E, dtype=INT), _t(width), 1e-6, rope)
+
+
+def _boundary(compiled):
+    streams, branch, k = _t(E, 4, 5120), _t(E, 5120), _t(E, 24, dtype=FP32)
+    kernels = compiled(boundary.update, streams, branch, k, _t(5120), 1e-6)
+    return kernels + compiled(
+        boundary.coefficients,
+        *(streams, _t(E, dtype=FP32), _t(20480, 64), _t(24, dtype=FP32), _t(3, dtype=FP32)),
+    )
+
+
+def _rows(compiled):
+    row = _t(T, dtype=INT)
+    return compiled(attention.joint_rows, _t(T, K, dtype=INT), row, row, entries=E, window_size=W, width=D)
+
+
+CASES = {
+    "decode_large": lambda c: _decode(c, 64, False),
+    "decode_small": lambda c: _decode(c, 16, False),
+    "decode_exact": lambda c: _decode(c, 64, True),
+    "attention_rows": _rows,
+    "attention_fast": lambda c: _forward(c, gluon),
+    "attention_plain": lambda c: _forward(c, attention),
+    "attention_exact": lambda c: _forward(c, attention, exact=True),
+    "attention_backward": _backward,
+    "topk_few": lambda c: c(topk.topk, _t(64, 131072, dtype=FP32), 512),
+    "topk_many": lambda c: c(topk.topk, _t(1024, E, dtype=FP32), 512, ends=_t(1024, dtype=INT)),
+    "scores_bf16": lambda c: _scores(c, BF16),
+    "scores_fp8": lambda c: _scores(c, FP8),
+    "logprob": _logprob,
+    "pack_main": lambda c: _pack(c, "main", 512, 2),
+    "pack_index": lambda c: _pack(c, "index", 128, 1),
+    "pack_window": lambda c: _pack(c, "window", 512, 1),
+    "unpack": lambda c: c(unpacking.unpack_keys, _t(E, 288, dtype=BYTE)),
+    "boundary": _boundary,
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compiles_within_the_recorded_resources(compiled, case):
+    version = ".".join(triton.__version__.split(".")[:2])
+    found = [asdict(r) for r in CASES[case](compiled)]
+    assert all(r["shared"] <= 227 * 1024 for r in found), found
+    recorded = RECORDS.get(version, {}).get(case)
+    assert recorded is not None, (
+        f"no figures for Triton {version}; add to resources.json: {json.dumps(found)}"
+    )
+    assert [r["kernel"] for r in found] == [r["kernel"] for r in recorded]
+    for now, before in zip(found, recorded, strict=True):
+        for name in ("registers", "stack", "shared"):
+            assert now[name] <= before[name], (
+                f"{now['kernel']} takes more {name} than recorded: {now} / {before}"
+            )

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from sandbox.client import Fleet, RemoteBox
+from sandbox.types import Limits, SandboxSpec
+
+SPEC = SandboxSpec(limits=Limits(memory_bytes=128 << 20, tmpfs_bytes=8 << 20, tmpfs_inodes=2000))
+
+
+@pytest.fixture(scope="session")
+def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("node")
+
+
+@pytest.fixture(params=["bubblewrap", pytest.param("docker", marks=pytest.mark.docker)])
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+async def fleet(backend: str, state_dir: Path, request: pytest.FixtureRequest) -> AsyncIterator[Fleet]:
+    async with await Fleet.connect(
+        "local", backend=backend, state_dir=state_dir, owner=request.node.name
+    ) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+async def box(fleet: Fleet) -> RemoteBox:
+    return await fleet.create(SPEC)

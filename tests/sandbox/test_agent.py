@@ -1,0 +1,203 @@
+"""The resident agent as a plain process over pipes, without a sandbox around it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from sandbox.backends import seccomp
+from sandbox.channel import encode
+
+ROOT = Path(__file__).parents[2]
+UID = 61000  # not that of sandboxes: users are the machine's here
+
+
+class Agent:
+    """A running agent and a channel to it."""
+
+    def __init__(self, uid: int | None, folder: Path):
+        config = {"uid": uid, "rlimits": {"CORE": 0, "NOFILE": 64}, "seccomp": seccomp.program()}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "sandbox.agent.agent", json.dumps(config)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT,
+        )  # fmt: skip
+        self.uid, self.folder, self.number = uid, str(folder), 0
+
+    def send(self, op: str, body: bytes = b"", **fields: Any) -> int:
+        self.number += 1
+        header = {
+            "id": self.number,
+            "op": op,
+            "cwd": self.folder,
+            "timeout_s": 20.0,
+            "limit": 1000,
+            "env": {},
+        }
+        assert self.process.stdin is not None
+        self.process.stdin.write(encode({**header, **fields}, body))
+        self.process.stdin.flush()
+        return self.number
+
+    def receive(self) -> tuple[dict[str, Any], bytes]:
+        assert self.process.stdout is not None
+        head, size = struct.unpack("!II", self.process.stdout.read(8))
+        return json.loads(self.process.stdout.read(head)), self.process.stdout.read(size)
+
+    def run(self, op: str, body: bytes = b"", **fields: Any) -> tuple[dict[str, Any], bytes]:
+        number = self.send(op, body, **fields)
+        header, output = self.receive()
+        assert (header["id"], header["seq"]) == (number, header["seq"])
+        return header, output
+
+    def python(self, source: str, **fields: Any) -> tuple[dict[str, Any], bytes]:
+        return self.run("python", source.encode(), source_bytes=len(source.encode()), **fields)
+
+
+@pytest.fixture(params=[None, UID], ids=["one user", "own users"])
+def agent(request: pytest.FixtureRequest) -> Iterator[Agent]:
+    if request.param is not None and os.geteuid() != 0:
+        pytest.skip("only root can give commands a user of their own")
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o777)  # commands may have another user
+        agent = Agent(request.param, Path(folder))
+        with agent.process:
+            yield agent
+            agent.process.terminate()
+
+
+def test_it_is_small_and_imports_little(agent: Agent) -> None:
+    assert agent.run("ping")[0] == {"id": 1, "seq": 1}
+    header, output = agent.python("import sys; print('asyncio' in sys.modules, 'subprocess' in sys.modules)")
+    assert (header["exit_code"], output) == (0, b"False False\n")
+
+
+def test_replies_count_up(agent: Agent) -> None:
+    assert [agent.run("exec", argv=["true"])[0]["seq"] for _ in range(5)] == [1, 2, 3, 4, 5]
+
+
+def test_streams(agent: Agent) -> None:
+    header, output = agent.run("exec", b"in" * 100_000, argv=["sh", "-c", "wc -c; echo err >&2; exit 4"])
+    cut = header["stdout_bytes"]
+    assert (header["exit_code"], output[:cut].strip(), output[cut:]) == (4, b"200000", b"err\n")
+
+
+def test_python_failures(agent: Agent) -> None:
+    for source, code, word in (
+        ("1/0", 1, b"ZeroDivision"),
+        ("exit(3)", 3, b""),
+        ("raise SystemExit('x')", 1, b"x"),
+    ):
+        header, output = agent.python(source)
+        assert header["exit_code"] == code and word in output
+    if agent.uid is None:  # others may not be let in to where this interpreter has its library
+        source = "import threading; threading.Thread(target=print, args=(1,)).start()"
+        assert agent.python(source)[1] == b"1\n"
+
+
+def test_timeout_ends_the_tree(agent: Agent) -> None:
+    line = "trap '' TERM; (setsid sh -c 'sleep 7771 & sleep 7771' &); sleep 7771"
+    for header in (
+        agent.run("exec", argv=["sh", "-c", line], timeout_s=0.4)[0],
+        agent.python(f"import os; os.system({line!r})", timeout_s=0.4)[0],
+    ):
+        assert header["timed_out"] and not header["cancelled"]
+        assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "7771"]]
+
+
+def test_kill(agent: Agent) -> None:
+    first = agent.send("exec", argv=["sleep", "7772"])
+    kill = agent.send("kill", target=first)
+    replies = {header["id"]: header for header, _ in (agent.receive(), agent.receive())}
+    assert replies[kill].keys() == {"id", "seq"} and replies[first]["cancelled"]
+    assert agent.run("kill", target=999)[0]["id"] == 3
+
+
+def test_background_goes_on_until_the_channel_closes(agent: Agent) -> None:
+    header, _ = agent.run("exec", argv=["sh", "-c", "sleep 7773 & echo $! >&2; exit 6"])
+    assert header["exit_code"] == 6
+    found = [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "7773"]]
+    assert len(found) == 1
+    assert agent.process.stdin is not None
+    agent.process.stdin.close()
+    assert agent.process.wait(10) == 0
+    found[0].wait(10)
+
+
+def test_output_is_capped(agent: Agent) -> None:
+    header, output = agent.run(
+        "exec", argv=["sh", "-c", "echo head; head -c 3000000 /dev/zero; echo tail"], limit=100
+    )
+    assert header["truncated"] and len(output) < 200
+    assert output.startswith(b"head\n") and output.endswith(b"tail\n")
+
+
+def test_files(agent: Agent) -> None:
+    path = f"{agent.folder}/a/b"
+    assert agent.run("write", b"x" * 200_000, path=path, mode=0o4640)[0]["exit_code"] == 0
+    assert os.stat(path).st_mode & 0o7777 == 0o640
+    header, output = agent.run("read", path=path, max_bytes=200_000, limit=1 << 20)
+    assert (header["exit_code"], output) == (0, b"x" * 200_000)
+    for wrong, why in (
+        (agent.folder, b"regular"),
+        (f"{agent.folder}/none", b"No such file"),
+        (path, b"limit of 9"),
+    ):
+        header, output = agent.run("read", path=wrong, max_bytes=9)
+        assert header["exit_code"] == 127 and why in output
+
+
+def test_what_cannot_be_done(agent: Agent) -> None:
+    assert b"unknown operation" in agent.run("dance")[1]
+    assert b"No such file" in agent.run("exec", argv=["no-such-program"])[1]
+    assert b"No such file" in agent.run("exec", argv=["true"], cwd="/none")[1]
+
+
+def test_users_and_files_of_python(agent: Agent) -> None:
+    source = "import os; print(os.getuid()); os.makedirs('/tmp/x7774/y'); open('/tmp/x7774/y/z', 'w')"
+    header, output = agent.python(source)
+    own = int(output) > UID
+    assert header["exit_code"] == 0 and not header["dirty"]
+    assert Path("/tmp/x7774").exists() is not own
+    if not own:
+        os.system("rm -r /tmp/x7774")
+
+
+def test_many_at_once(agent: Agent) -> None:
+    sources = {
+        agent.send("python", b"print(%d)" % n, source_bytes=len(b"print(%d)" % n)): n for n in range(20)
+    }
+    replies = [agent.receive() for _ in sources]
+    assert {header["id"]: int(output) for header, output in replies} == sources
+
+
+def test_a_frame_too_large_ends_it(agent: Agent) -> None:
+    assert agent.process.stdin is not None
+    agent.process.stdin.write(struct.pack("!II", 1 << 30, 0))
+    agent.process.stdin.flush()
+    assert agent.process.wait(10) == 0
+
+
+def test_it_ends_with_its_zygote(agent: Agent) -> None:
+    agent.run("ping")
+    (zygote,) = psutil.Process(agent.process.pid).children()
+    zygote.send_signal(signal.SIGKILL)
+    assert agent.process.wait(10) == 0
+
+
+def test_idle_memory(agent: Agent) -> None:
+    agent.run("exec", argv=["true"])
+    time.sleep(0.1)
+    tree = [psutil.Process(agent.process.pid), *psutil.Process(agent.process.pid).children(recursive=True)]
+    assert sum(process.memory_full_info().pss for process in tree) < 14 << 20

@@ -1,0 +1,57 @@
+"""Control groups, on a folder laid out like the kernel's and, where there are some, on the kernel's own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from sandbox.backends import cgroups
+from sandbox.types import Limits
+
+LIMITS = Limits(cpus=0.5, memory_bytes=1 << 20, pids=9)
+
+
+def test_version_2(tmp_path: Path) -> None:
+    """The files that the kernel would make are laid out first."""
+    (tmp_path / "cgroup.controllers").write_text("cpu memory pids")
+    node = tmp_path / "tempering" / cgroups._node_name(os.getpid())
+    box = node / "box"
+    box.mkdir(parents=True)
+    for file in ("memory.max", "memory.swap.max", "pids.max", "cpu.max"):
+        (box / file).write_text("max")
+    made = cgroups.Cgroup.create("box", LIMITS, tmp_path)
+    assert set(made.folders.values()) == {box}
+    assert (box / "memory.max").read_text() == "1048576"
+    assert (box / "memory.swap.max").read_text() == "0"
+    assert (box / "pids.max").read_text() == "9"
+    assert (box / "cpu.max").read_text() == "50000 100000"
+    assert (node / "cgroup.subtree_control").read_text() == "+memory +pids +cpu"
+    assert f"{box}/cgroup.procs" in made.wrap(["true"])[2]
+    (box / "memory.events").write_text("low 0\noom 3\noom_kill 2\n")
+    assert made.oom_kills() == 2
+
+
+def test_no_control_groups_at_all(tmp_path: Path) -> None:
+    made = cgroups.Cgroup.create("box", LIMITS, tmp_path / "none")
+    assert made.folders == {} and made.oom_kills() == 0
+    assert made.wrap(["true"]) == ["/bin/sh", "-c", 'exec "$@"', "sh", "true"]
+
+
+def test_groups_of_dead_nodes_are_swept(tmp_path: Path) -> None:
+    parent = tmp_path / "memory" / "tempering"
+    for node in ("999999999-1", f"{os.getpid()}-1", cgroups._node_name(os.getpid())):
+        (parent / node / f"box of {node}").mkdir(parents=True)
+    assert set(cgroups.sweep(tmp_path)) == {"box of 999999999-1", f"box of {os.getpid()}-1"}
+    assert [path.name for path in parent.glob("*")] == [cgroups._node_name(os.getpid())]
+
+
+async def test_the_kernels_own() -> None:
+    if not cgroups.controllers():
+        pytest.skip("this machine lets nobody make control groups")
+    made = cgroups.Cgroup.create("test-box", LIMITS)
+    assert all(folder.exists() for folder in made.folders.values())
+    await made.remove()
+    assert not any(folder.exists() for folder in made.folders.values())
+    cgroups.leave()
