@@ -26,7 +26,7 @@ import sys
 import time
 from _socket import AF_UNIX, SCM_RIGHTS, SHUT_WR, SOCK_SEQPACKET, SOL_SOCKET, socket, socketpair
 
-from .keeper import DIRTY, EXITED, FAILED, STATUS, serve_forks
+from .keeper import DIRTY, DONE, EXITED, FAILED, STATUS, serve_forks
 from .program import CHUNK, JOB
 
 TYPE_CHECKING = False
@@ -119,6 +119,7 @@ class Command:
             self.status = value if kind == EXITED else self.status
             self.failure = value if kind == FAILED else self.failure
             self.dirty = self.dirty or kind == DIRTY
+            self.gone = kind in (DONE, DIRTY)
         self.ended_at = self.ended_at or time.monotonic()
 
     def feed(self) -> None:
@@ -157,6 +158,7 @@ class Agent:
         self.commands: dict[int, Command] = {}
         self.background: dict[int, socket] = {}
         self.deferred: list[Command] = []
+        self.spare: tuple[tuple[int, int, int], socket, int] | None = None
         self.slots = set(range(1, SLOTS))
         self.sequence = 0
         self.open = True
@@ -185,6 +187,8 @@ class Agent:
             poller.register(self.channel_out, select.POLLOUT)
         for fd in self.background:
             poller.register(fd, select.POLLIN)
+        if self.spare is not None:
+            poller.register(self.spare[1].fileno(), select.POLLIN)
         owners: dict[int, Command] = {}
         wake = time.monotonic() + 60
         for command in self.commands.values():
@@ -217,6 +221,8 @@ class Agent:
                 self.background.pop(fd).close()
             if not self.background:
                 self.resume()
+        elif self.spare is not None and fd == self.spare[1].fileno():
+            self.discard()
         elif fd in owners:
             command = owners[fd]
             if fd == command.stdin_fd:
@@ -261,8 +267,19 @@ class Agent:
                 self.reply(header["id"], error=errno.errorcode.get(error.errno or 0, "EIO"))
 
     def start(self, header: Header, stdin: bytes) -> None:
-        """Has the zygote fork a keeper, which forks the command; the job goes ahead of its standard input."""
-        slot = self.slots.pop() if header["op"] == "python" else 0
+        """Starts a command, the job ahead of its input; Python takes what waits, if any."""
+        if header["op"] != "python":
+            process = self.launch(0)
+        elif self.spare is not None:
+            process, self.spare = self.spare, None
+        else:
+            process = self.launch(self.slots.pop())
+        command = Command(header, stdin, *process)
+        self.commands[command.id] = command
+        command.feed()
+
+    def launch(self, slot: int) -> tuple[tuple[int, int, int], socket, int]:
+        """Has the zygote fork a keeper, which forks a command that waits for its job."""
         ours, theirs = socketpair(AF_UNIX, SOCK_SEQPACKET)
         pipes = [os.pipe() for _ in range(3)]
         (in_r, in_w), (out_r, out_w), (err_r, err_w) = pipes
@@ -273,9 +290,25 @@ class Agent:
             os.close(fd)
         for fd in (in_w, out_r, err_r):
             os.set_blocking(fd, False)
-        command = Command(header, stdin, (in_w, out_r, err_r), ours, slot)
-        self.commands[command.id] = command
-        command.feed()
+        return (in_w, out_r, err_r), ours, slot
+
+    def refill(self) -> None:
+        """Keeps one Python command waiting: its forks are then not what the next caller waits for."""
+        if self.spare is None:
+            try:
+                self.spare = self.launch(self.slots.pop())
+            except OSError:
+                return
+
+    def discard(self) -> None:
+        """Lets go of the command that waited; it has ended."""
+        assert self.spare is not None
+        fds, keeper, slot = self.spare
+        self.spare = None
+        self.slots.add(slot)
+        keeper.close()
+        for fd in fds:
+            os.close(fd)
 
     def report(self, command: Command, now: float) -> None:
         """Replies with what a command did and lets go of it."""
@@ -302,6 +335,8 @@ class Agent:
             dirty=command.dirty,
             duration_s=now - command.started,
         )
+        if command.slot:
+            self.refill()
 
     def fail(self, command: Command) -> None:
         """Answers for a command that did not start; for want of room, the background is ended first."""

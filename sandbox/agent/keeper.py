@@ -18,7 +18,7 @@ import struct
 import time
 from _socket import CMSG_SPACE, socket
 
-from .program import CHUNK, JOB, become_command
+from .program import CHUNK, JOB, become_command, warm_up
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .program import Header
 
 STATUS = struct.Struct("!Bi")
-EXITED, FAILED, DIRTY = 0, 1, 2
+EXITED, FAILED, DIRTY, DONE = 0, 1, 2, 3
 CLEAN_S = 2.0
 SCRATCH = ("/tmp", "/work", "/dev/shm")
 PR_SET_CHILD_SUBREAPER = 36
@@ -36,6 +36,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def serve_forks(channel: socket, config: Header) -> NoReturn:
     """The zygote: forks a keeper for every message of the agent."""
+    warm_up()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
@@ -71,11 +72,13 @@ def keep(agent: socket, streams: list[int], slot: int, config: Header) -> NoRetu
             become_command(streams, uid, bool(slot), config)
         for fd in streams:
             os.close(fd)
+        if slot and uid is not None:
+            clean(uid)  # nothing is there yet: what it needs is in memory when it counts
         attend(agent, wake_r, child, bool(slot))
         if slot:
             end_user(uid)
-            if uid is not None and not clean(uid):
-                agent.send(STATUS.pack(DIRTY, 0))
+            left = uid is not None and not clean(uid)
+            agent.send(STATUS.pack(DIRTY if left else DONE, 0))
     except OSError as error:
         agent.send(STATUS.pack(FAILED, error.errno or 0))
     finally:

@@ -77,16 +77,18 @@ class Bubblewrap:
         except OSError as error:
             await cgroup.remove()
             raise InfrastructureError(f"bwrap could not be started: {error}") from error
-        assert process.stdin is not None and process.stdout is not None
+        stdin, stdout = process.stdin, process.stdout
+        assert stdin is not None and stdout is not None
 
         async def kill() -> None:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
-            await process.wait()
+            stdin.close()  # bwrap may have been killed before it bound the agent to its life
             await cgroup.remove()
+            await process.wait()
 
-        return Started(process.stdout, process.stdin, kill, cgroup.oom_kills)
+        return Started(stdout, stdin, kill, cgroup.oom_kills)
 
     async def _spawn(self, cgroup: Cgroup, limits: Limits) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
