@@ -29,6 +29,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.rollout_sim.costs import Costs, InputError, load_costs
 from benchmarks.rollout_sim.jobs import Job, Runner, curve, run_job
 from benchmarks.rollout_sim.report import Curve, draw, judge, table
@@ -49,7 +51,7 @@ def show(run: Runner, options: argparse.Namespace, costs: Costs, file: tuple[Wor
     seeds = range(options.seeds)
     runs = run([replace(job, rule=rule, seed=seed) for rule in RULES for seed in seeds])
     results = {rule: pool(runs[i * options.seeds : (i + 1) * options.seeds]) for i, rule in enumerate(RULES)}
-    source = sum(histogram(replace(job, seed=seed).trace().source_lengths()) for seed in seeds)
+    source = np.sum([histogram(replace(job, seed=seed).trace().source_lengths()) for seed in seeds], axis=0)
     print(costs)
     print(table(results, source))
     short = replace(job, steps=max(2, options.steps * 3 // 5), warm_up=options.steps * 3 // 10)
@@ -87,7 +89,7 @@ def _print_curve(setting: str, points: Curve) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.rollout_sim", description=__doc__.split("\n")[0]
+        prog="python -m benchmarks.rollout_sim", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60, help="optimiser steps a run; two fifths are warm-up")

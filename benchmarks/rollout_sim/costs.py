@@ -20,7 +20,8 @@ class Costs:
     its replica. `kv_tokens` bounds a replica's cached tokens: running turns are reserved, waiting samples'
     caches are evicted, oldest first. `in_flight` bounds live samples (each holds a sandbox and a cache) for
     every rule; a rule that counts groups holds `group_size` places for an open group. `staleness` counts
-    optimiser steps. `sandbox_failure` is the share of created sandboxes that fail; their samples are tried again.
+    optimiser steps. `sandbox_failure` is the share of created sandboxes that fail; their samples are tried
+    again.
     """
 
     replicas: int = 4

@@ -63,21 +63,22 @@ def table(results: Mapping[str, Result], source: np.ndarray | None = None) -> st
     """One row a rule: rates, idle times, lags in steps, waste, live samples, and length bias."""
     lines = [
         f"{'rule':<20}{'tok/s':>8}{'x':>6}{'smp/s':>7}{'idle%':>7}{'cv':>6}{'wait%':>7}{'lag95':>6}{'max':>4}"
-        f"{'mask%':>7}{'waste%':>8}{'hit%':>6}{'live':>6}{'ks':>8}{'early':>7}"
+        f"{'mask%':>7}{'waste%':>8}{'hit%':>6}{'live':>6}"
+        + (f"{'ks':>8}{'early':>7}" if source is not None else "")
     ]
     base = next(iter(results.values())).tokens_per_s
     for rule, r in results.items():
         used = r.tokens + r.masked
-        bias = (
-            (ks_of(r, source), ks_distance(np.array(r.early), source)) if source is not None else (0.0, 0.0)
-        )
+        bias = ""
+        if source is not None:
+            bias = f"{ks_of(r, source):>8.4f}{ks_distance(np.array(r.early), source):>7.3f}"
         lines.append(
             f"{rule:<20}{r.tokens_per_s:>8.0f}{r.tokens_per_s / base:>6.2f}{r.samples / r.seconds:>7.2f}"
             f"{100 * r.idle:>7.1f}{r.variation:>6.2f}{100 * (1 - r.trainer_busy_s / r.seconds):>7.1f}"
             f"{r.lag(0.95):>6}{max(r.lags, default=0):>4}{100 * r.masked / used:>7.1f}"
             f"{100 * r.wasted / (used + r.wasted):>8.1f}"
             f"{100 * r.cached_tokens / max(1, r.cached_tokens + r.computed_tokens):>6.1f}{r.peak_live:>6}"
-            f"{bias[0]:>8.4f}{bias[1]:>7.3f}"
+            f"{bias}"
         )
     return "\n".join(lines)
 
