@@ -103,3 +103,9 @@ def test_a_name_that_is_like_nothing_gets_no_hint():
 
 def test_a_run_name_cannot_leave_the_root():
     assert "run.name" in problems("experiment=calc", "run.name=../x")[0]
+
+
+@pytest.mark.parametrize("override", ["engine.top_p=0.9", "engine.top_k=8"])
+def test_truncated_sampling_is_refused_where_it_would_be_trained_on(override: str) -> None:
+    with pytest.raises(ConfigError, match="the trainer does not know the cut"):
+        load_config(["experiment=calc", override])
