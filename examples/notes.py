@@ -23,7 +23,7 @@ def notes(split, seed):
 
 @notes.setup
 async def write(task, sandbox):
-    await sandbox.write_file(f"/work/{task.private['name']}", f"{task.gold}\n".encode())
+    await sandbox.write_file(f"/workspace/{task.private['name']}", f"{task.gold}\n".encode())
 
 
 @notes.tool

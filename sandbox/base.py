@@ -20,7 +20,7 @@ class Sandbox(Protocol):
         stdin: bytes = b"",
         timeout_s: float = 60.0,
         env: Mapping[str, str] | None = None,
-        cwd: str = "/work",
+        cwd: str = "/workspace",
         output_limit: int = 1 << 20,
     ) -> ExecResult:
         """Runs a shell line (str) or an argv.

@@ -181,7 +181,7 @@ class RemoteBox:
         stdin: bytes = b"",
         timeout_s: float = 60.0,
         env: Mapping[str, str] | None = None,
-        cwd: str = "/work",
+        cwd: str = "/workspace",
         output_limit: int = 1 << 20,
     ) -> ExecResult:
         """Runs a shell line (str) or an argv; see `sandbox.base.Sandbox`."""
@@ -196,7 +196,7 @@ class RemoteBox:
     ) -> ExecResult:
         """Runs Python source in a fresh fork of the resident interpreter; see `sandbox.base.Sandbox`."""
         code = source.encode(errors="surrogatepass")
-        header: Header = {"op": "python", "source_bytes": len(code), "cwd": "/work"}
+        header: Header = {"op": "python", "source_bytes": len(code), "cwd": "/workspace"}
         return await self._run(header, code + stdin, timeout_s, output_limit)
 
     async def read_file(self, path: str, *, limit: int = 16 << 20) -> bytes:

@@ -48,7 +48,7 @@ _FOLDERS = (
     "sys",
     "tmp",
     "usr/bin",
-    "work",
+    "workspace",
 )
 
 
@@ -129,7 +129,9 @@ def archive(files: Iterable[tuple[str, Path]]) -> bytes:
             with path.open("rb") as file:
                 tar.addfile(info, file)
         _add_text(
-            tar, "etc/passwd", f"root:x:0:0::/:/bin/sh\nagent:x:{COMMAND_UID}:{COMMAND_UID}::/work:/bin/sh\n"
+            tar,
+            "etc/passwd",
+            f"root:x:0:0::/:/bin/sh\nagent:x:{COMMAND_UID}:{COMMAND_UID}::/workspace:/bin/sh\n",
         )
         _add_text(tar, "etc/group", f"root:x:0:\nagent:x:{COMMAND_UID}:\n")
         for tool in ("sh", "bash", "env"):
@@ -141,7 +143,7 @@ def archive(files: Iterable[tuple[str, Path]]) -> bytes:
 
 def _add_folder(tar: tarfile.TarFile, name: str) -> None:
     info = tarfile.TarInfo(name)
-    info.type, info.mode = tarfile.DIRTYPE, 0o1777 if name in ("tmp", "work") else 0o755
+    info.type, info.mode = tarfile.DIRTYPE, 0o1777 if name in ("tmp", "workspace") else 0o755
     tar.addfile(info)
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 STATUS = struct.Struct("!Bi")
 EXITED, FAILED, DIRTY, DONE = 0, 1, 2, 3
 CLEAN_S = 2.0
-SCRATCH = ("/tmp", "/work", "/dev/shm")
+SCRATCH = ("/tmp", "/workspace", "/dev/shm")
 PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 

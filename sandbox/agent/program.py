@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 JOB = struct.Struct("!I")
 CHUNK = 1 << 16
-ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/work", "LANG": "C.UTF-8"}
+ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/workspace", "LANG": "C.UTF-8"}
 PR_SET_DUMPABLE = 4
 CAPABILITY_VERSION = 0x20080522
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -85,7 +85,7 @@ def read_exactly(size: int) -> bytes:
 
 def perform(job: Header) -> int:
     """Does what was asked for, and returns the exit code."""
-    os.chdir(job.get("cwd", "/work"))
+    os.chdir(job.get("cwd", "/workspace"))
     if job["op"] == "exec":
         os.execvpe(job["argv"][0], job["argv"], {**ENVIRONMENT, **job["env"]})
     if job["op"] == "python":

@@ -143,9 +143,18 @@ def _arguments(limits: Limits) -> Iterator[str]:
     yield from _namespaces()
     yield from _system()
     yield from extra
-    for path in ("/tmp", "/work", "/dev/shm"):
+    for path in ("/tmp", "/workspace", "/dev/shm"):
         yield from ("--size", str(limits.tmpfs_bytes), "--perms", "1777", "--tmpfs", path)
-    yield from ("--ro-bind", str(AGENT), f"{_AGENT_AT}/agent", "--remount-ro", "/", "--chdir", "/work", "--")
+    yield from (
+        "--ro-bind",
+        str(AGENT),
+        f"{_AGENT_AT}/agent",
+        "--remount-ro",
+        "/",
+        "--chdir",
+        "/workspace",
+        "--",
+    )
     root = os.geteuid() == 0
     alone = not {"memory", "pids"} <= controllers()
     yield from (

@@ -28,7 +28,7 @@ refused('bpf', 321, 0, 0, 0)
 refused('userfaultfd', 323, 0)
 refused('perf_event_open', 298, 0, 0, -1, -1, 0)
 refused('io_uring_setup', 425, 1, 0)
-refused('mknod', 133, b'/work/dev', 0o60666, 0x801)
+refused('mknod', 133, b'/workspace/dev', 0o60666, 0x801)
 refused('setuid', 105, 0)
 refused('chroot', 161, b'/')
 refused('open_by_handle_at', 304, -100, 0, 0)
@@ -116,7 +116,7 @@ async def test_anonymous_files_count_as_memory(box: RemoteBox) -> None:
     await healthy(box)
 
 
-@pytest.mark.parametrize("folder", ["/work", "/tmp", "/dev/shm"])
+@pytest.mark.parametrize("folder", ["/workspace", "/tmp", "/dev/shm"])
 async def test_filling_a_disk_ends_in_an_error(box: RemoteBox, folder: str) -> None:
     result = await box.exec(f"for i in 1 2 3; do head -c 5000000 /dev/zero > {folder}/$i || exit 9; done")
     assert result.exit_code == 9
@@ -128,22 +128,22 @@ async def test_filling_a_disk_ends_in_an_error(box: RemoteBox, folder: str) -> N
 async def test_filling_a_disk_with_names_ends_in_an_error(box: RemoteBox, fleet: Fleet) -> None:
     if not fleet.capabilities.inode_limit:  # then it counts as memory of the kernel, and the box stays alive
         return
-    result = await script(box, "for n in range(3000): open(f'/work/{n}', 'w').close()")
+    result = await script(box, "for n in range(3000): open(f'/workspace/{n}', 'w').close()")
     assert b"No space left" in result.stderr
     await healthy(box)
 
 
 async def test_python_that_leaves_many_files_and_deep_folders(box: RemoteBox) -> None:
-    source = "import os\nfor n in range(500): open(f'/work/{n}', 'w').close()\n"
+    source = "import os\nfor n in range(500): open(f'/workspace/{n}', 'w').close()\n"
     source += "for n in range(300): os.mkdir('d'); os.chdir('d')"
     await box.python(source)
-    assert (await box.exec("ls -A /work")).stdout == b""
+    assert (await box.exec("ls -A /workspace")).stdout == b""
 
 
 async def test_a_file_of_a_terabyte(box: RemoteBox) -> None:
-    await script(box, "import os; os.truncate(os.open('/work/x', os.O_CREAT | os.O_RDWR), 1 << 40)")
+    await script(box, "import os; os.truncate(os.open('/workspace/x', os.O_CREAT | os.O_RDWR), 1 << 40)")
     with pytest.raises(FileError):
-        await box.read_file("/work/y")
+        await box.read_file("/workspace/y")
     await healthy(box)
 
 

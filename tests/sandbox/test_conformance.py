@@ -33,7 +33,9 @@ async def test_a_signal_gives_128_plus_its_number(box: RemoteBox) -> None:
     assert (await box.exec(["sh", "-c", "kill -9 $$"])).exit_code == 137
 
 
-@pytest.mark.parametrize(("argv", "cwd"), [(["no-such-program"], "/work"), (["true"], "/no/such/folder")])
+@pytest.mark.parametrize(
+    ("argv", "cwd"), [(["no-such-program"], "/workspace"), (["true"], "/no/such/folder")]
+)
 async def test_what_cannot_be_run_says_so(box: RemoteBox, argv: list[str], cwd: str) -> None:
     result = await box.exec(argv, cwd=cwd)
     assert result.exit_code == 127
@@ -75,7 +77,7 @@ async def test_python_leaves_no_variable_file_or_process(box: RemoteBox) -> None
     leave = """
 import builtins, os, subprocess, sys
 builtins.left = sys.left = 1
-for folder in ('/tmp', '/work', '/dev/shm'):
+for folder in ('/tmp', '/workspace', '/dev/shm'):
     os.makedirs(folder + '/a/b/c')
     open(folder + '/a/b/c/file', 'w').write('x')
     open(folder + '/.hidden', 'w').write('x')
@@ -85,7 +87,7 @@ print('done')
 """
     assert (await box.python(leave)).stdout == b"done\n"
     look = "import builtins, os, sys; print(hasattr(builtins, 'left'), hasattr(sys, 'left'), "
-    look += "os.listdir('/tmp') + os.listdir('/work') + os.listdir('/dev/shm'))"
+    look += "os.listdir('/tmp') + os.listdir('/workspace') + os.listdir('/dev/shm'))"
     assert (await box.python(look)).stdout == b"False False []\n"
     assert not await running(box, "sleep 4241")
 
@@ -164,21 +166,21 @@ async def test_many_commands_at_once(box: RemoteBox) -> None:
 
 async def test_files(box: RemoteBox) -> None:
     data = bytes(range(256)) * 1000
-    await box.write_file("/work/a/b/c.bin", data, mode=0o700)
-    assert await box.read_file("/work/a/b/c.bin") == data
-    assert (await box.exec("stat -c %a /work/a/b/c.bin")).stdout == b"700\n"
-    await box.write_file("/work/a/b/c.bin", b"")
-    assert await box.read_file("/work/a/b/c.bin") == b""
-    assert (await box.exec("echo more >> /work/a/b/c.bin; cat /work/a/b/c.bin")).stdout == b"more\n"
+    await box.write_file("/workspace/a/b/c.bin", data, mode=0o700)
+    assert await box.read_file("/workspace/a/b/c.bin") == data
+    assert (await box.exec("stat -c %a /workspace/a/b/c.bin")).stdout == b"700\n"
+    await box.write_file("/workspace/a/b/c.bin", b"")
+    assert await box.read_file("/workspace/a/b/c.bin") == b""
+    assert (await box.exec("echo more >> /workspace/a/b/c.bin; cat /workspace/a/b/c.bin")).stdout == b"more\n"
 
 
 @pytest.mark.parametrize(
     ("make", "path", "why"),
     [
-        ("true", "/work/none", "No such file"),
-        ("true", "/work", "not a regular file"),
-        ("mkfifo /work/fifo", "/work/fifo", "not a regular file"),
-        ("head -c 1001 /dev/zero > /work/large", "/work/large", "limit of 1000"),
+        ("true", "/workspace/none", "No such file"),
+        ("true", "/workspace", "not a regular file"),
+        ("mkfifo /workspace/fifo", "/workspace/fifo", "not a regular file"),
+        ("head -c 1001 /dev/zero > /workspace/large", "/workspace/large", "limit of 1000"),
         ("true", "/dev/zero", "not a regular file"),
         ("true", "/proc/1/environ", "Permission denied"),
     ],
@@ -190,8 +192,8 @@ async def test_files_that_cannot_be_read(box: RemoteBox, make: str, path: str, w
 
 
 async def test_a_file_of_exactly_the_limit(box: RemoteBox) -> None:
-    await box.write_file("/work/x", bytes(1000))
-    assert len(await box.read_file("/work/x", limit=1000)) == 1000
+    await box.write_file("/workspace/x", bytes(1000))
+    assert len(await box.read_file("/workspace/x", limit=1000)) == 1000
 
 
 @pytest.mark.parametrize(
@@ -204,19 +206,19 @@ async def test_the_system_cannot_be_written(box: RemoteBox, path: str) -> None:
 
 
 async def test_files_go_through_no_link_at_the_end(box: RemoteBox) -> None:
-    await box.exec("ln -s /work/target /work/link")
+    await box.exec("ln -s /workspace/target /workspace/link")
     with pytest.raises(FileError):
-        await box.write_file("/work/link", b"x")
+        await box.write_file("/workspace/link", b"x")
 
 
 async def test_sandboxes_share_nothing(fleet: Fleet, box: RemoteBox) -> None:
     other = await fleet.create(SandboxSpec())
-    await box.write_file("/work/secret", b"x")
+    await box.write_file("/workspace/secret", b"x")
     await box.exec("sleep 4246 &")
-    assert (await other.exec("ls -A /work /tmp /dev/shm")).stdout.split() == [
+    assert (await other.exec("ls -A /workspace /tmp /dev/shm")).stdout.split() == [
         b"/dev/shm:",
         b"/tmp:",
-        b"/work:",
+        b"/workspace:",
     ]
     assert not await running(other, "sleep 4246")
 

@@ -126,7 +126,7 @@ async def test_a_killed_client_leaves_nothing_once_its_lease_ends(own: Path) -> 
 async def test_the_next_client_of_an_owner_finds_its_sandboxes(own: Path) -> None:
     body = """
     box = await fleet.create(spec)
-    await box.write_file("/work/x", b"kept")
+    await box.write_file("/workspace/x", b"kept")
     print(box.id, flush=True)
     """
     process = client(own, body)
@@ -140,7 +140,7 @@ async def test_the_next_client_of_an_owner_finds_its_sandboxes(own: Path) -> Non
     async with await connect(own, "dead") as fleet:
         (box,) = await fleet.boxes()
         assert box.id == name
-        assert await box.read_file("/work/x") == b"kept"
+        assert await box.read_file("/workspace/x") == b"kept"
 
 
 async def test_reclaim_ends_what_no_resumable_run_owns(own: Path) -> None:
