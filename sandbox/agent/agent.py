@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 HEADER = struct.Struct("!II")
 MAX_HEADER, MAX_BODY = 1 << 16, 64 << 20
-GRACE_S, SLOTS = 0.2, 256
+GRACE_S, RETRY_S, SLOTS = 0.2, 5.0, 256
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 4, 22, 38
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -170,6 +170,8 @@ class Agent:
         while self.open:
             self.wait()
             now = time.monotonic()
+            if self.deferred and not self.background:
+                self.resume()
             for command in list(self.commands.values()):
                 if command.finished(now):
                     self.report(command, now)
@@ -190,7 +192,7 @@ class Agent:
         if self.spare is not None:
             poller.register(self.spare[1].fileno(), select.POLLIN)
         owners: dict[int, Command] = {}
-        wake = time.monotonic() + 60
+        wake = time.monotonic() + (0.02 if self.deferred else 60)
         for command in self.commands.values():
             self.register(poller, command, owners)
             wake = min(wake, command.wake_at())
@@ -219,8 +221,6 @@ class Agent:
         elif fd in self.background:
             if not self.background[fd].recv(STATUS.size):
                 self.background.pop(fd).close()
-            if not self.background:
-                self.resume()
         elif self.spare is not None and fd == self.spare[1].fileno():
             self.discard()
         elif fd in owners:
@@ -340,7 +340,8 @@ class Agent:
 
     def fail(self, command: Command) -> None:
         """Answers for a command that did not start; for want of room, the background is ended first."""
-        if command.failure == errno.EAGAIN and self.background:
+        give_up = command.header.setdefault("give_up", time.monotonic() + RETRY_S)
+        if command.failure == errno.EAGAIN and time.monotonic() < give_up:
             for keeper in self.background.values():
                 keeper.shutdown(SHUT_WR)
             self.deferred.append(command)
