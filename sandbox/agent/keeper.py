@@ -188,7 +188,7 @@ def clean(uid: int) -> bool:
     """Removes the files that `uid` left in the scratch folders; returns whether nothing is left."""
     deadline = time.monotonic() + CLEAN_S
     try:
-        for folder in SCRATCH:
+        for folder in filter(os.path.isdir, SCRATCH):
             with os.scandir(folder) as entries:
                 mine = [entry.path for entry in entries if entry.stat(follow_symlinks=False).st_uid == uid]
             for path in mine:
