@@ -122,3 +122,15 @@ def mxfp4_values(*shape: int) -> Tensor:
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], device="cuda")
     scale = torch.exp2(torch.randint(-3, 1, (*shape[:-1], shape[-1] // 32), device="cuda").float())
     return table[torch.randint(0, 16, shape, device="cuda")] * scale.repeat_interleave(32, -1)
+
+
+def gathered_attention(query: Tensor, table: Tensor, rows: Tensor, sink: Tensor) -> Tensor:
+    """The peer: gather rows, two batched products and a softmax with the sink as a column."""
+    parts = []
+    for q, i in zip(query.split(512), rows.split(512), strict=True):
+        keys = table[i.clamp(min=0).long()]
+        scores = torch.bmm(q, keys.transpose(1, 2)).float() * SCALE
+        scores = scores.masked_fill((i < 0)[:, None], float("-inf"))
+        scores = torch.cat([scores, sink[None, :, None].expand(len(q), -1, 1)], 2)
+        parts.append(torch.bmm(torch.softmax(scores, 2)[..., :-1].to(q.dtype), keys))
+    return torch.cat(parts)

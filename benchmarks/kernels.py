@@ -9,16 +9,15 @@ import argparse
 import datetime
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
-from triton.testing import do_bench
 
 from benchmarks import kernel_data as data
-from benchmarks.kernel_data import HEADS, SCALE, TOPK, WIDTH, WINDOW
+from benchmarks.kernel_data import HEADS, SCALE, TOPK, WIDTH, WINDOW, gathered_attention
+from benchmarks.kernel_timing import Row, error, replayed, table, timed
 from model.ops.hyper_boundary import hyper_boundary
 from model.ops.hyper_boundary import reference as boundary_definition
 from model.ops.indexer import index_topk
@@ -39,93 +38,6 @@ from model.ops.unpack_keys import unpack_keys
 
 COPY_BANDWIDTH = 4.27e12  # bytes a second, read and write, measured on this kind of card
 ENTRIES = 32768
-
-
-@dataclass
-class Row:
-    """One line of the table; `targets` are must, good, stretch in `unit`, and lower is better for times."""
-
-    what: str
-    value: float
-    unit: str
-    time_us: float
-    error: float
-    targets: tuple[float, float, float] | None = None
-    peer: str = ""
-    peer_us: float = 0.0
-    note: str = ""
-
-    def met(self, target: float) -> bool:
-        """Whether the value reaches a target."""
-        return self.value <= target if self.unit == "us" else self.value >= target
-
-    @property
-    def level(self) -> str:
-        """The best target that the value reaches."""
-        if self.targets is None:
-            return "-"
-        names = [n for n, t in zip(("must", "good", "stretch"), self.targets, strict=True) if self.met(t)]
-        return names[-1] if names else "MISSED"
-
-    def cells(self) -> list[str]:
-        """Cells of the table, the ratio to the peer first."""
-        ratio = f"{self.peer_us / self.time_us:.2f}x" if self.peer_us else "-"
-        targets = " / ".join(f"{t:g}" for t in self.targets) if self.targets else "-"
-        return [
-            self.what,
-            f"{ratio} {self.peer}".strip(),
-            f"{self.value:.4g} {self.unit}",
-            f"{self.time_us:.1f} us",
-            targets,
-            self.level,
-            f"{self.error:.1e}",
-            self.note,
-        ]
-
-
-def timed(run: Callable[[], object], repeat: int = 100) -> float:
-    """Median microseconds with a cold L2, for kernels of a millisecond."""
-    return 1000 * do_bench(run, warmup=25, rep=repeat, return_mode="median")  # type: ignore[operator]
-
-
-def replayed(runs: list[Callable[[], object]]) -> float:
-    """Median microseconds a call in a CUDA graph over several input sets, for short kernels."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for run in runs:
-            run()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for run in runs:
-                run()
-        times = []
-        for _ in range(24):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record(stream)
-            graph.replay()
-            end.record(stream)
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
-    return sorted(times[4:])[10] * 1000 / len(runs)
-
-
-def error(got: Tensor, expected: Tensor) -> float:
-    """Relative L2 error; NaN counts as infinite."""
-    value = ((got.double() - expected.double()).norm() / expected.double().norm()).item()
-    return value if value == value else float("inf")
-
-
-def _gathered_attention(query: Tensor, table: Tensor, rows: Tensor, sink: Tensor) -> Tensor:
-    """The peer: gather rows, two batched products and a softmax with the sink as a column."""
-    parts = []
-    for q, i in zip(query.split(512), rows.split(512), strict=True):
-        keys = table[i.clamp(min=0).long()]
-        scores = torch.bmm(q, keys.transpose(1, 2)).float() * SCALE
-        scores = scores.masked_fill((i < 0)[:, None], float("-inf"))
-        scores = torch.cat([scores, sink[None, :, None].expand(len(q), -1, 1)], 2)
-        parts.append(torch.bmm(torch.softmax(scores, 2)[..., :-1].to(q.dtype), keys))
-    return torch.cat(parts)
 
 
 def _rows(x: data.Attention) -> Tensor:
@@ -160,7 +72,7 @@ def attention_forward() -> list[Row]:
                 table, joint = torch.cat([x.entries, x.window]), _rows(x)
                 peer = 0.0
                 if count == 8192:
-                    peer = timed(lambda x=x, t=table, j=joint: _gathered_attention(x.query, t, j, x.sink))
+                    peer = timed(lambda x=x, t=table, j=joint: gathered_attention(x.query, t, j, x.sink))
             flops = 4 * HEADS * WIDTH * (TOPK + WINDOW) * count
             rows.append(
                 Row(
@@ -223,7 +135,7 @@ def _peer_backward(x: data.Attention) -> float:
     part = slice(0, 512)
     query = x.query[part].clone().requires_grad_()
     table = torch.cat([x.entries, x.window]).requires_grad_()
-    out = _gathered_attention(query, table, _rows(x)[part], x.sink)
+    out = gathered_attention(query, table, _rows(x)[part], x.sink)
     return timed(lambda: torch.autograd.grad(out, (query, table), x.grad[part], retain_graph=True)) / 512
 
 
@@ -270,7 +182,7 @@ def attention_decode() -> list[Row]:
             window = unpack("window", x.window).bfloat16()
             joint = torch.cat([table, window])
             index = torch.cat([a[2] % (16 * ENTRIES), torch.where(a[4] >= 0, a[4] + len(table), -1)], 1)
-            peers.append(lambda a=a, j=joint, i=index: _gathered_attention(a[0], j, i, a[5]))
+            peers.append(lambda a=a, j=joint, i=index: gathered_attention(a[0], j, i, a[5]))
         x = sets[0]
         expected = decode_definition.decode(
             x.query[:batch].float(),
@@ -546,13 +458,6 @@ SECTIONS: dict[str, Callable[[], list[Row]]] = {
     "packing": packing,
     "boundary": boundary,
 }
-HEADER = ["kernel", "speed against", "figure", "time", "must / good / stretch", "reached", "error", "note"]
-
-
-def table(rows: list[Row]) -> str:
-    """A Markdown table."""
-    lines = [HEADER, ["---"] * len(HEADER), *(r.cells() for r in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def main() -> int:
