@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import yaml
 
+from model.config import PolicyConfig
 from rl.launch.config import RunConfig
-from rl.launch.run import as_plain
+from rl.launch.run import as_plain, check_name
 
 
 def plan(config: RunConfig) -> Iterator[str]:
@@ -16,10 +18,11 @@ def plan(config: RunConfig) -> Iterator[str]:
     Raises:
         ValueError: The environment, its split, the scaffold or the reward cannot be had.
     """
+    check_name(config)
     yield yaml.safe_dump(as_plain(config), sort_keys=False)
     yield from arithmetic(config)
     yield from _processes(config)
-    yield from _task(config)
+    yield from first_tasks(config)
 
 
 def arithmetic(config: RunConfig) -> Iterator[str]:
@@ -58,13 +61,19 @@ def _processes(config: RunConfig) -> Iterator[str]:
     yield f"sandboxes: {config.sandbox.backend}, {config.rollout.pool_size} pooled for stateless tools"
 
 
-def _task(config: RunConfig) -> Iterator[str]:
+def first_tasks(config: RunConfig) -> Iterator[str]:
+    """Loads all that a run names, and yields the first task of each split.
+
+    Raises:
+        ValueError: The environment, its split, the scaffold, the reward or the model cannot be had.
+    """
     import envs.registry
     import envs.scaffolds
     import rewards
 
     env = envs.registry.load(config.env.name, **config.env.options)
     envs.scaffolds.load(config.scaffold.name)
+    _check_model(config)
     if env.reward_name:
         rewards.load(env.reward_name)
     for split in (config.env.train_split, config.env.eval_split):
@@ -74,3 +83,10 @@ def _task(config: RunConfig) -> Iterator[str]:
                 f"environment {env.name!r} has no task in split {split!r}; it has {', '.join(env.splits)}"
             )
         yield f"first task of {split}: {task.id}: {' / '.join(m.content for m in task.prompt)!r}"
+
+
+def _check_model(config: RunConfig) -> None:
+    if not config.model.path:
+        PolicyConfig.preset(config.model.preset)
+    elif not Path(config.model.path).expanduser().exists():
+        raise ValueError(f"model.path={config.model.path}: there is no such folder; check the path")
