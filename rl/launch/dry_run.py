@@ -7,6 +7,8 @@ from pathlib import Path
 
 import yaml
 
+from envs.base import Environment
+from envs.types import Task
 from model.config import PolicyConfig
 from rl.launch.config import RunConfig
 from rl.launch.run import as_plain, check_name
@@ -82,6 +84,7 @@ def first_tasks(config: RunConfig) -> Iterator[str]:
             raise ValueError(
                 f"environment {env.name!r} has no task in split {split!r}; it has {', '.join(env.splits)}"
             )
+        _check_room(config, env, task, split)
         yield f"first task of {split}: {task.id}: {' / '.join(m.content for m in task.prompt)!r}"
 
 
@@ -90,3 +93,18 @@ def _check_model(config: RunConfig) -> None:
         PolicyConfig.preset(config.model.preset)
     elif not Path(config.model.path).expanduser().exists():
         raise ValueError(f"model.path={config.model.path}: there is no such folder; check the path")
+
+
+def _check_room(config: RunConfig, env: Environment, task: Task, split: str) -> None:
+    """Refuses a prompt after which not one token could be sampled: the run would learn from nothing."""
+    from rl import build
+    from rl.rollout.messages import to_chat, tool_to_chat
+
+    messages, tools = [to_chat(m) for m in task.prompt], [tool_to_chat(tool) for tool in env.tools]
+    prompt = build.chat_format(config).render_prompt(messages, tools=tools, effort=config.effort.levels[0])
+    if len(prompt) >= config.rollout.max_total_tokens:
+        raise ValueError(
+            f"the prompt of {task.id} (split {split}) has {len(prompt)} tokens, which leaves none to sample "
+            f"under rollout.max_total_tokens={config.rollout.max_total_tokens}; raise it and "
+            "engine.max_tokens"
+        )

@@ -98,6 +98,8 @@ def _terminate_as_interrupt() -> Iterator[None]:
     taken = [number for number, handler in before.items() if handler != signal.SIG_IGN]  # as under nohup
     for number in taken:
         signal.signal(number, interrupt)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a script's `&`: SIGTERM would have no effect
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:

@@ -39,6 +39,16 @@ def test_a_wrong_command_names_the_right_one(words: list[str], hint: str, capsys
         (["train", "experiment=calc", "scaffold.name=tolls"], "Did you mean 'tools'?"),
         (["train", "experiment=calc", "model.preset=nanno"], "choose one of nano"),
         (["train", "experiment=calc", "model.path=/nowhere"], "no such folder"),
+        (
+            [
+                "train",
+                "experiment=calc",
+                "engine.max_tokens=3",
+                "engine.max_completion_tokens=1",
+                "rollout.max_total_tokens=3",
+            ],
+            "leaves none to sample",
+        ),
         (["train", "experiment=calc", "run.root=/dev/null"], "choose another run.root"),
         (["train", "experiment=calc", "name=no-such-run", "resume=true", "--dry-run"], "to resume"),
         (["run", "show", "nothing", "--root", "/nowhere"], "there is no run 'nothing'"),
