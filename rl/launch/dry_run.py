@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import yaml
 
+from envs.base import Environment
+from envs.types import Task
+from model.config import PolicyConfig
 from rl.launch.config import RunConfig
-from rl.launch.run import as_plain
+from rl.launch.run import as_plain, check_name
 
 
 def plan(config: RunConfig) -> Iterator[str]:
@@ -16,10 +20,11 @@ def plan(config: RunConfig) -> Iterator[str]:
     Raises:
         ValueError: The environment, its split, the scaffold or the reward cannot be had.
     """
+    check_name(config)
     yield yaml.safe_dump(as_plain(config), sort_keys=False)
     yield from arithmetic(config)
     yield from _processes(config)
-    yield from _task(config)
+    yield from first_tasks(config)
 
 
 def arithmetic(config: RunConfig) -> Iterator[str]:
@@ -58,13 +63,19 @@ def _processes(config: RunConfig) -> Iterator[str]:
     yield f"sandboxes: {config.sandbox.backend}, {config.rollout.pool_size} pooled for stateless tools"
 
 
-def _task(config: RunConfig) -> Iterator[str]:
+def first_tasks(config: RunConfig) -> Iterator[str]:
+    """Loads all that a run names, and yields the first task of each split.
+
+    Raises:
+        ValueError: The environment, its split, the scaffold, the reward or the model cannot be had.
+    """
     import envs.registry
     import envs.scaffolds
     import rewards
 
     env = envs.registry.load(config.env.name, **config.env.options)
     envs.scaffolds.load(config.scaffold.name)
+    _check_model(config)
     if env.reward_name:
         rewards.load(env.reward_name)
     for split in (config.env.train_split, config.env.eval_split):
@@ -73,4 +84,27 @@ def _task(config: RunConfig) -> Iterator[str]:
             raise ValueError(
                 f"environment {env.name!r} has no task in split {split!r}; it has {', '.join(env.splits)}"
             )
+        _check_room(config, env, task, split)
         yield f"first task of {split}: {task.id}: {' / '.join(m.content for m in task.prompt)!r}"
+
+
+def _check_model(config: RunConfig) -> None:
+    if not config.model.path:
+        PolicyConfig.preset(config.model.preset)
+    elif not Path(config.model.path).expanduser().exists():
+        raise ValueError(f"model.path={config.model.path}: there is no such folder; check the path")
+
+
+def _check_room(config: RunConfig, env: Environment, task: Task, split: str) -> None:
+    """Refuses a prompt after which not one token could be sampled: the run would learn from nothing."""
+    from rl import build
+    from rl.rollout.messages import to_chat, tool_to_chat
+
+    messages, tools = [to_chat(m) for m in task.prompt], [tool_to_chat(tool) for tool in env.tools]
+    prompt = build.chat_format(config).render_prompt(messages, tools=tools, effort=config.effort.levels[0])
+    if len(prompt) >= config.rollout.max_total_tokens:
+        raise ValueError(
+            f"the prompt of {task.id} (split {split}) has {len(prompt)} tokens, which leaves none to sample "
+            f"under rollout.max_total_tokens={config.rollout.max_total_tokens}; raise it and "
+            "engine.max_tokens"
+        )

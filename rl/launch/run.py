@@ -102,8 +102,40 @@ def open_run(config: RunConfig) -> RunFolder:
     Raises:
         RunFolderError: The name is taken, its driver lives, or there is nothing to resume.
     """
-    name = config.run.name or _fresh_name(config)
-    path = Path(config.run.root).expanduser().resolve() / name
+    path = _path(config)
+    try:
+        record = _checked(config, path)
+        return _open(config, path, record)
+    except OSError as error:
+        raise _unusable(path, error) from error
+
+
+def check_name(config: RunConfig) -> None:
+    """Refuses a name that `open_run` would refuse, and touches nothing.
+
+    Raises:
+        RunFolderError: The name is taken, its driver lives, its folder cannot be read, or there is nothing to
+            resume.
+    """
+    path = _path(config)
+    try:
+        _checked(config, path)
+    except OSError as error:
+        raise _unusable(path, error) from error
+
+
+def _path(config: RunConfig) -> Path:
+    return Path(config.run.root).expanduser().resolve() / (config.run.name or _fresh_name(config))
+
+
+def _unusable(path: Path, error: OSError) -> RunFolderError:
+    return RunFolderError(
+        f"the run's folder {path} cannot be used ({error.strerror}); choose another run.root or repair it"
+    )
+
+
+def _checked(config: RunConfig, path: Path) -> DriverRecord | None:
+    name = path.name
     record = read_driver(path)
     if record is not None and record.state == RunState.RUNNING and record.alive:
         raise RunFolderError(
@@ -121,6 +153,10 @@ def open_run(config: RunConfig) -> RunFolder:
         )
     if config.run.resume and record is None:
         raise RunFolderError(f"there is no run {name!r} in {path.parent} to resume; {_known(path.parent)}")
+    return record
+
+
+def _open(config: RunConfig, path: Path, record: DriverRecord | None) -> RunFolder:
     found = describe(path) if record is not None and config.run.resume else ""
     if config.run.clean and path.exists():
         shutil.rmtree(path)

@@ -44,7 +44,10 @@ def train(overrides: Sequence[str], *, dry_run: bool = False, print_config: bool
 
 
 def _run(overrides: Sequence[str], config: RunConfig) -> int:
+    from rl.launch.dry_run import first_tasks
+
     changes = check_changes(config)
+    list(first_tasks(config))
     folder = open_run(config)
     folder.write_config(list(overrides), config)
     try:
@@ -86,16 +89,22 @@ def _drive(config: RunConfig, folder: RunFolder, changes: Sequence[str]) -> None
 
 @contextlib.contextmanager
 def _terminate_as_interrupt() -> Iterator[None]:
-    """Lets SIGTERM end a run as Ctrl-C does."""
+    """Lets SIGTERM, and SIGHUP when the terminal closes, end a run as Ctrl-C does."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    taken = [number for number, handler in before.items() if handler != signal.SIG_IGN]  # as under nohup
+    for number in taken:
+        signal.signal(number, interrupt)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a script's `&`: SIGTERM would have no effect
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number in taken:
+            signal.signal(number, before[number])
 
 
 def _resume_words(config: RunConfig, folder: RunFolder) -> str:

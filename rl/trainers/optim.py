@@ -25,6 +25,18 @@ class OptimizerError(ValueError):
     """Optimiser settings, gradients or a stored state that cannot be used: what, why, and what to do."""
 
 
+def require_at_least(settings: object, least: float, *names: str) -> None:
+    """Refuses settings that are not finite, or below `least`.
+
+    Raises:
+        OptimizerError: One is; the message names it.
+    """
+    for name in names:
+        value = getattr(settings, name)
+        if not least <= value < math.inf:
+            raise OptimizerError(f"{name}={value}: set it to {least:g} or more")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
     """Learning rates, decay and schedule.
@@ -58,6 +70,9 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if self.decay not in ("constant", "cosine"):
             raise OptimizerError(f"decay is {self.decay!r}; it is 'constant' or 'cosine'")
+        rates = (self.learning_rate, self.muon_learning_rate or 0.0, self.weight_decay, self.max_grad_norm)
+        if any(math.isnan(rate) for rate in rates) or math.inf in rates[:3]:
+            raise OptimizerError("learning rates, weight_decay and max_grad_norm must be finite numbers")
         if min(self.learning_rate, self.muon_learning_rate or 0.0, self.weight_decay, self.warmup_steps) < 0:
             raise OptimizerError("learning rates, weight_decay and warmup_steps must not be negative")
         if self.max_grad_norm <= 0:

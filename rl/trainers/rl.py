@@ -17,7 +17,7 @@ from rl.trainers.base import Trainer
 from rl.trainers.batch import Batch, build_batch
 from rl.trainers.forward import TokenOutputs, token_outputs
 from rl.trainers.measure import Measures
-from rl.trainers.optim import OptimizerConfig
+from rl.trainers.optim import OptimizerConfig, require_at_least
 from rl.trainers.packing import MicroBatch, micro_batches
 
 
@@ -50,6 +50,10 @@ class RLConfig:
     indexer_coef: float = 0.0
 
     def __post_init__(self) -> None:
+        require_at_least(self, 0, "steps", "balance_coef", "indexer_coef")
+        require_at_least(self, 1, "token_budget")
+        if self.max_tokens is not None:
+            require_at_least(self, 2, "max_tokens")
         if self.temperature <= 0:
             raise ValueError(f"temperature is {self.temperature}; samples to learn from are drawn above 0")
 

@@ -13,7 +13,7 @@ from model.policy import Policy
 from rl.trainers.base import Trainer
 from rl.trainers.data import Sample
 from rl.trainers.forward import token_outputs
-from rl.trainers.optim import OptimizerConfig
+from rl.trainers.optim import OptimizerConfig, require_at_least
 from rl.trainers.packing import micro_batches
 
 
@@ -47,6 +47,10 @@ class SFTConfig:
     balance_coef: float = 0.0
     indexer_coef: float = 0.0
     indexer_over: Variant = "sparse"
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 0, "steps", "balance_coef", "indexer_coef")
+        require_at_least(self, 1, "batch_size", "token_budget")
 
 
 class SFTTrainer(Trainer):

@@ -25,6 +25,23 @@ def test_every_preset_of_every_group_is_valid():
         load_config(chosen)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "trainer.steps=-3",
+        "sft.steps=-1",
+        "sft.batch_size=0",
+        "sft.token_budget=0",
+        "trainer.token_budget=-1",
+        "trainer.balance_coef=-1",
+        "trainer.optimizer.learning_rate=nan",
+        "trainer.optimizer.learning_rate=-1",
+    ],
+)
+def test_a_number_out_of_range_is_refused(wrong: str):
+    assert len(problems("experiment=calc", wrong)) == 1
+
+
 @pytest.mark.parametrize("prefix", ["", "+", "++"])
 def test_a_misspelt_key_is_refused_also_with_plus_and_the_right_one_is_named(prefix: str):
     spellings = {
