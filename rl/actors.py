@@ -9,10 +9,11 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,9 +127,26 @@ def start_ray(address: str, namespace: str, object_store_bytes: int) -> None:
         "logging_level": logging.ERROR,
         "log_to_driver": False,
     }
-    if address:
-        ray.init(address=address, **common)
-        return
+    with _own_signals():
+        if address:
+            ray.init(address=address, **common)
+        else:
+            _start_private(object_store_bytes, common)
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Keeps this process's signal handlers: Ray puts its own in their place, which abort the driver."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            if handler is not None:  # None: not set from Python, and so not to be set back
+                signal.signal(number, handler)
+
+
+def _start_private(object_store_bytes: int, common: dict[str, Any]) -> None:
     os.environ.update(_LOCAL_ENV)
     paths = [path for path in sys.path if path and Path(path, "rl", "actors.py").exists()]
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])

@@ -57,6 +57,17 @@ def test_ctrl_c_ends_within_ten_seconds_and_leaves_nothing(home: Home) -> None:
     assert "resume=true" in home.output()
 
 
+def test_sigterm_while_processes_start_ends_like_ctrl_c(home: Home) -> None:
+    driver = home.start(*SMALL, "run.name=early")
+    assert wait_for(lambda: "start the learner" in home.output(), 100), home.output()[-2000:]
+    time.sleep(1)
+    driver.terminate()
+    assert driver.wait(20) == 130
+    assert home.wait_until_gone(20) == []
+    assert "resume=true" in home.output()
+    assert json.loads((home.run_folder("early") / "driver.json").read_text())["state"] == "interrupted"
+
+
 def test_after_a_kill_the_next_start_says_what_it_found_and_resume_finishes(home: Home) -> None:
     driver = home.start(*SMALL, "run.name=killed")
     assert wait_for(lambda: len(steps(home.run_folder("killed"))) >= 3, 200), home.output()[-2000:]
