@@ -6,6 +6,7 @@ has settings owns a frozen dataclass; the sections without a component of their 
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -26,11 +27,20 @@ class Section(BaseModel):
 class Run(Section):
     """Which run this is. An empty `name` makes one; an existing one needs `resume` or `clean`."""
 
-    name: str = Field(default="", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$|^$")
+    name: str = ""
     root: str = "runs"
     seed: int = Field(default=0, ge=0)
     resume: bool = False
     clean: bool = False
+
+    @model_validator(mode="after")
+    def _names_a_folder(self) -> Self:
+        if self.name and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
+            raise ValueError(
+                f"name={self.name!r} is no name of a folder: use letters, digits, dots, dashes and underscores, "
+                "beginning with a letter or digit; the place of runs is run.root"
+            )
+        return self
 
 
 class Model(Section):
