@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from rewards.length import LengthPenaltyConfig
 from rl.algorithms.config import AlgorithmConfig
@@ -33,14 +33,15 @@ class Run(Section):
     resume: bool = False
     clean: bool = False
 
-    @model_validator(mode="after")
-    def _names_a_folder(self) -> Self:
-        if self.name and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
+    @field_validator("name")
+    @classmethod
+    def _is_a_folder_name(cls, name: str) -> str:
+        if name and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
             raise ValueError(
-                f"name={self.name!r} is no name of a folder: use letters, digits, dots, dashes and underscores, "
+                f"{name!r} is no name of a folder: use letters, digits, dots, dashes and underscores, "
                 "beginning with a letter or digit; the place of runs is run.root"
             )
-        return self
+        return name
 
 
 class Model(Section):
