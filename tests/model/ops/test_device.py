@@ -3,10 +3,6 @@
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA device", allow_module_level=True)
-pytest.importorskip("triton", reason="the kernels need Triton, an optional dependency")
-
 from benchmarks import kernel_data as data
 from benchmarks.kernel_data import SCALE, WIDTH, WINDOW
 from model.ops.dispatch import paths, reference_only
