@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from envs.types import Missing, Task, Trajectory, TrajectoryKey
+from envs.types import Group, Missing, Task, Trajectory, TrajectoryKey
 from model.engine.sampler import SamplingParams
 from rl.rates import Rates
 from rl.rollout.assignment import Assignment, Purpose
@@ -93,6 +93,7 @@ class Controller:
     extra_state: dict[str, Any] = field(default_factory=dict)
     first_step: int = 0
     rates: Rates = field(default_factory=Rates)
+    _drawn: dict[int, tuple[Task, int]] = field(default_factory=dict)
     _used: list[TrajectoryKey] = field(default_factory=list)
 
     @property
@@ -118,7 +119,7 @@ class Controller:
     async def _dispatch(self) -> None:
         for drop in self.buffer.take_dropped():
             self.dispatcher.drop(drop.id, drop.reason)
-            self._used += [t.key for t in drop.group.trajectories]
+            self._forget(drop.group)
         if started := self.dispatcher.start(time.monotonic()):
             await self.generator.submit([self.assignment(sample) for sample in started])
 
@@ -137,7 +138,9 @@ class Controller:
 
     def announce(self, group: int) -> tuple[Task, int]:
         """Tells the buffer to expect a group, and returns its task and effort."""
-        task, effort = self.stream.draw(group)
+        if group not in self._drawn:
+            self._drawn[group] = self.stream.draw(group)
+        task, effort = self._drawn[group]
         self.buffer.open(group, task, effort, self.plan.scaffold, self.plan.group_size)
         return task, effort
 
@@ -161,7 +164,8 @@ class Controller:
         metrics |= {f"sys/{name}": value for name, value in (await self.publish()).items()}
         self.dispatcher.trained(group.id for group in batch.groups)
         self.dispatcher.advance(batch.version + 1)
-        self._used += [t.key for group in batch.groups for t in group.trajectories]
+        for group in batch.groups:
+            self._forget(group)
         counters = await self.generator.stats()
         metrics |= counters | self.rates.update(counters, train_s, metrics.get("train/tokens", 0.0))
         metrics["sys/queue.depth"] = float(len(self.buffer))
@@ -170,6 +174,10 @@ class Controller:
             self.watch.note(text)
         if self.version % self.plan.checkpoint_every == 0 or self.version == self.plan.steps:
             await self.checkpoint()
+
+    def _forget(self, group: Group) -> None:
+        self._drawn.pop(group.id, None)
+        self._used += [t.key for t in group.trajectories]
 
     async def checkpoint(self) -> None:
         """Makes the current frontier durable, then lets the token log forget what lies before it."""
