@@ -21,6 +21,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
+from rl.leftovers import mark, unmark
 from rl.weights import WeightSnapshot
 
 Open = Callable[..., AbstractAsyncContextManager[Any]]
@@ -36,6 +37,7 @@ class Host:
     """Holds the object that a context manager opens, and calls its methods by name."""
 
     def __init__(self, log_file: str = ""):
+        unmark()  # a sandbox node that this process starts belongs to no driver
         self._stack = AsyncExitStack()
         self._object: Any = None
         if log_file:
@@ -148,6 +150,7 @@ def _own_signals() -> Iterator[None]:
 
 def _start_private(object_store_bytes: int, common: dict[str, Any]) -> None:
     os.environ.update(_LOCAL_ENV)
+    mark()
     paths = [path for path in sys.path if path and Path(path, "rl", "actors.py").exists()]
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     ray.init(

@@ -13,6 +13,7 @@ from rl.actors import Cluster, Process, publish, start_ray, stop_ray
 from rl.checkpoint import Checkpoint, CheckpointStore
 from rl.launch.config import RunConfig
 from rl.launch.run import RunFolder
+from rl.leftovers import end_leftovers
 from rl.recipe import Outcome, Recipe
 from rl.trainers.learner import open_learner
 from rl.watch.watch import Watch
@@ -31,6 +32,8 @@ async def drive(config: RunConfig, folder: RunFolder, watch: Watch, *, ray_actor
         CheckpointError: A run is to be resumed and all its checkpoints are damaged.
     """
     checkpoint = _checkpoint(config, folder, watch)
+    if ended := end_leftovers():
+        watch.note(f"ended {len(ended)} processes that a killed run had left ({', '.join(sorted(ended))})")
     await _reclaim(watch)
     async with AsyncExitStack() as stack:
         if build.environment(config).sandbox is not None:

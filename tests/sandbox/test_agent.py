@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,11 @@ UID = 61000  # not that of sandboxes: users are the machine's here
 class Agent:
     """A running agent and a channel to it."""
 
-    def __init__(self, uid: int | None, folder: Path):
+    def __init__(self, uid: int | None, folder: Path, env: Mapping[str, str] | None = None):
         config = {"uid": uid, "rlimits": {"CORE": 0, "NOFILE": 64}, "seccomp": seccomp.program()}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "sandbox.agent.agent", json.dumps(config)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=env,
         )  # fmt: skip
         self.uid, self.folder, self.number = uid, str(folder), 0
 
@@ -196,8 +196,13 @@ def test_it_ends_with_its_zygote(agent: Agent) -> None:
     assert agent.process.wait(10) == 0
 
 
-def test_idle_memory(agent: Agent) -> None:
-    agent.run("exec", argv=["true"])
-    time.sleep(0.1)
-    tree = [psutil.Process(agent.process.pid), *psutil.Process(agent.process.pid).children(recursive=True)]
-    assert sum(process.memory_full_info().pss for process in tree) < 14 << 20
+def test_idle_memory(tmp_path: Path) -> None:
+    measured_alone = {k: v for k, v in os.environ.items() if not k.startswith("COVERAGE")}
+    agent = Agent(None, tmp_path, measured_alone)
+    with agent.process:
+        agent.run("exec", argv=["true"])
+        time.sleep(0.1)
+        parent = psutil.Process(agent.process.pid)
+        tree = [parent, *parent.children(recursive=True)]
+        assert sum(process.memory_full_info().pss for process in tree) < 14 << 20
+        agent.process.terminate()

@@ -40,12 +40,16 @@ def test_reverse_kl_with_a_teacher_of_another_width(seed, rows, temperature, lim
     plain = reverse_kl(hidden @ weight.T / temperature, other @ head.T / temperature)
     torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
     scale = torch.linspace(0.5, 2, rows)
-    for a, b in zip(
+    size = 1 + (scale * ours).norm()
+    for a, b, factor in zip(
         torch.autograd.grad((scale * ours).sum(), (hidden, weight)),
         torch.autograd.grad((scale * plain).sum(), (hidden, weight)),
+        (weight, hidden),
         strict=True,
     ):
-        assert (a - b).norm() <= 1e-5 * b.norm() + 1e-6
+        # Terms as large as `factor * size` may cancel; their rounding in float32 stays.
+        rounding = 8 * torch.finfo(torch.float32).eps * factor.norm() * size
+        assert (a - b).norm() <= 1e-5 * b.norm() + rounding
 
 
 def test_bfloat16_is_computed_in_float32():

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from rl.leftovers import MARK, end_leftovers, mark, unmark
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+
+
+@pytest.fixture
+def dead_driver() -> str:
+    driver = subprocess.Popen([sys.executable, "-c", "pass"])
+    created = psutil.Process(driver.pid).create_time()
+    driver.wait()
+    return f"{driver.pid}:{created:.2f}"
+
+
+def start(value: str) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(SLEEP, env={**os.environ, MARK: value})
+    while b"time.sleep" not in b"".join(part.encode() for part in psutil.Process(process.pid).cmdline()):
+        time.sleep(0.01)
+    return process
+
+
+def test_what_a_dead_driver_left_is_ended(dead_driver: str) -> None:
+    with start(dead_driver) as left:
+        assert len(end_leftovers()) == 1
+        assert left.wait(5) < 0
+    assert end_leftovers() == []
+
+
+def test_what_a_living_driver_started_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MARK, "")
+    mark()
+    with start(os.environ[MARK]) as own:
+        assert end_leftovers() == []
+        assert own.poll() is None
+        own.kill()
+    unmark()
+    assert MARK not in os.environ
+
+
+def test_a_pid_that_was_given_to_another_process_is_not_the_driver() -> None:
+    with start(f"{os.getpid()}:1.00") as left:
+        assert len(end_leftovers()) == 1
+        left.wait(5)
