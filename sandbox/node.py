@@ -59,7 +59,7 @@ class Owner:
 class Node:
     """The sandboxes of one state folder, and who owns them."""
 
-    def __init__(self, state_dir: Path, limits: NodeLimits, idle_s: float = 5.0):
+    def __init__(self, state_dir: Path, limits: NodeLimits, idle_s: float = 1.0):
         self._state_dir, self._limits, self._idle_s = state_dir, limits, idle_s
         self._boxes: dict[str, Box] = {}
         self._owners: dict[str, Owner] = {}
