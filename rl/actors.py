@@ -21,7 +21,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from rl.leftovers import mark, unmark
+from rl.leftovers import end_leftovers, mark, unmark
 from rl.weights import WeightSnapshot
 
 Open = Callable[..., AbstractAsyncContextManager[Any]]
@@ -153,18 +153,22 @@ def _start_private(object_store_bytes: int, common: dict[str, Any]) -> None:
     mark()
     paths = [path for path in sys.path if path and Path(path, "rl", "actors.py").exists()]
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        num_cpus=os.cpu_count(),
-        object_store_memory=object_store_bytes,
-        **common,
-    )
+    try:
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            num_cpus=os.cpu_count(),
+            object_store_memory=object_store_bytes,
+            **common,
+        )
+    finally:
+        unmark()
 
 
 def stop_ray() -> None:
     """Ends what `start_ray` started; actors end with it."""
     ray.shutdown()
+    end_leftovers(own=True)
 
 
 def _log_to(path: Path) -> None:

@@ -1,8 +1,8 @@
 """Processes of Ray that outlive a killed driver: found by a mark in their environment, and ended.
 
 A driver that is killed takes Ray's daemons and our actors with it, but Ray's per-node agents may stay for a
-while. Everything that a driver starts through Ray carries the driver's mark; the next start ends what carries
-the mark of a driver that is dead.
+while, and on a busy machine they may outlive an orderly end too. Everything that a driver starts through Ray
+carries the driver's mark: at its end it ends what is left, and the next start does it for one that was killed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MARK = "TEMPERING_DRIVER"
 
 def mark() -> None:
     """Marks all processes that this one starts from now on as its own."""
-    os.environ[MARK] = f"{os.getpid()}:{psutil.Process().create_time():.2f}"
+    os.environ[MARK] = _name(psutil.Process())
 
 
 def unmark() -> None:
@@ -26,11 +26,12 @@ def unmark() -> None:
     os.environ.pop(MARK, None)
 
 
-def end_leftovers() -> list[str]:
-    """Kills this user's processes whose driver is dead; returns their names."""
+def end_leftovers(*, own: bool = False) -> list[str]:
+    """Kills this user's processes whose driver is dead, with `own` also this one's; returns their names."""
     ended: list[str] = []
+    this = _name(psutil.Process())
     for process, driver in _marked():
-        if not _lives(driver):
+        if (own and driver == this) or not _lives(driver):
             try:
                 name = process.name()
                 process.kill()
@@ -55,9 +56,12 @@ def _marked() -> Iterator[tuple[psutil.Process, str]]:
 
 
 def _lives(driver: str) -> bool:
-    pid, _, created = driver.partition(":")
     try:
-        process = psutil.Process(int(pid))
-        return process.status() != psutil.STATUS_ZOMBIE and f"{process.create_time():.2f}" == created
+        process = psutil.Process(int(driver.partition(":")[0]))
+        return process.status() != psutil.STATUS_ZOMBIE and _name(process) == driver
     except (psutil.NoSuchProcess, ValueError):
         return False
+
+
+def _name(process: psutil.Process) -> str:
+    return f"{process.pid}:{process.create_time():.2f}"
