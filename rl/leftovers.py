@@ -1,8 +1,8 @@
-"""Processes of Ray that outlive a killed driver: found by a mark in their environment, and ended.
+"""Processes of Ray that outlive a driver: found by a mark in their environment, and ended.
 
 A driver that is killed takes Ray's daemons and our actors with it, but Ray's per-node agents may stay for a
-while, and on a busy machine they may outlive an orderly end too. Everything that a driver starts through Ray
-carries the driver's mark: at its end it ends what is left, and the next start does it for one that was killed.
+while; on a busy machine they may outlive an orderly end too. Everything that a driver starts through Ray has
+the driver's mark: at its end it ends what is left, and the next start does it for one that was killed.
 """
 
 from __future__ import annotations
