@@ -59,9 +59,11 @@ def _lives(driver: str) -> bool:
     try:
         process = psutil.Process(int(driver.partition(":")[0]))
         return process.status() != psutil.STATUS_ZOMBIE and _name(process) == driver
-    except (psutil.NoSuchProcess, ValueError):
+    except (psutil.NoSuchProcess, FileNotFoundError, ValueError):
         return False
 
 
 def _name(process: psutil.Process) -> str:
-    return f"{process.pid}:{process.create_time():.2f}"
+    """Names a process for good: its start is in ticks since boot, which no change of the clock moves."""
+    stat = Path(f"/proc/{process.pid}/stat").read_text()
+    return f"{process.pid}:{stat.rsplit(')', 1)[1].split()[19]}"

@@ -51,7 +51,7 @@ class DriverRecord:
     def alive(self) -> bool:
         """Whether that very process still runs."""
         try:
-            return abs(psutil.Process(self.pid).create_time() - self.created) < 1.0
+            return abs(psutil.Process(self.pid).create_time() - self.created) < 5.0
         except psutil.NoSuchProcess:
             return False
 
