@@ -63,7 +63,14 @@ def _lives(driver: str) -> bool:
         return False
 
 
+def start_ticks(pid: int) -> int:
+    """Returns when a process began, in ticks since boot: with its pid its name, which no clock change moves.
+
+    Raises:
+        FileNotFoundError: There is no such process.
+    """
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
+
+
 def _name(process: psutil.Process) -> str:
-    """Names a process for good: its start is in ticks since boot, which no change of the clock moves."""
-    stat = Path(f"/proc/{process.pid}/stat").read_text()
-    return f"{process.pid}:{stat.rsplit(')', 1)[1].split()[19]}"
+    return f"{process.pid}:{start_ticks(process.pid)}"

@@ -16,10 +16,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import psutil
 import yaml
 
 from rl.launch.config import RunConfig
+from rl.leftovers import start_ticks
 
 _DRIVER = "driver.json"
 
@@ -42,7 +42,7 @@ class DriverRecord:
     """Which process drives (or drove) a run, and how that ended."""
 
     pid: int
-    created: float
+    created: int
     started: float
     state: str
     attempt: int
@@ -51,8 +51,8 @@ class DriverRecord:
     def alive(self) -> bool:
         """Whether that very process still runs."""
         try:
-            return abs(psutil.Process(self.pid).create_time() - self.created) < 5.0
-        except psutil.NoSuchProcess:
+            return start_ticks(self.pid) == self.created
+        except FileNotFoundError:
             return False
 
 
@@ -197,8 +197,8 @@ def as_plain(config: RunConfig) -> dict[str, Any]:
 def _take(path: Path, attempt: int, found: str) -> RunFolder:
     folder = RunFolder(path, attempt, found)
     folder.logs.mkdir(parents=True, exist_ok=True)
-    own = psutil.Process()
-    _write_driver(path, DriverRecord(own.pid, own.create_time(), time.time(), "", attempt), RunState.RUNNING)
+    pid = os.getpid()
+    _write_driver(path, DriverRecord(pid, start_ticks(pid), time.time(), "", attempt), RunState.RUNNING)
     return folder
 
 

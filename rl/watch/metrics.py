@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from envs.types import Group, Missing, Score, Status, Trajectory
+from rl.rollout.buffer import outcomes
 
 FAMILIES: Mapping[str, str] = {
     "sft": "optimiser steps of the warm start",
@@ -126,8 +127,7 @@ def _figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _group_figures(groups: Sequence[Group]) -> dict[str, float]:
-    outcomes = [[_outcome(t.score) for t in g.trajectories if isinstance(t.score, Score)] for g in groups]
-    valid = [values for values in outcomes if values]
+    valid = [values for group in groups if (values := outcomes(group))]
     figures = {
         "group.all_good": [float(min(values) > 0) for values in valid],
         "group.all_bad": [float(max(values) <= 0) for values in valid],
@@ -140,10 +140,6 @@ def _group_figures(groups: Sequence[Group]) -> dict[str, float]:
 def _duplicates(group: Group) -> float:
     sampled = [tuple(turn.completion_ids for turn in t.turns) for t in group.trajectories]
     return 1 - len(set(sampled)) / len(sampled) if sampled else 0.0
-
-
-def _outcome(score: Score) -> float:
-    return score.parts.get("outcome", score.value)
 
 
 def _mean(values: Sequence[float]) -> float:
