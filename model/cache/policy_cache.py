@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import lcm
 from typing import Literal, get_args
 
@@ -18,6 +19,12 @@ Storage = Literal["dense", "packed"]
 """Keys as floats, a fixed place a slot; or as 4- and 8-bit records, compressed keys on pages."""
 
 _PAGE_TOKENS = 64
+
+
+def tokens_of_page(config: PolicyConfig) -> int:
+    """Tokens of a page: whole groups of every layer."""
+    whole = lcm(*(config.ratio(layer) for layer in config.kv_source_layer_ids))
+    return -(-_PAGE_TOKENS // whole) * whole
 
 
 class CacheFull(ValueError):
@@ -110,6 +117,24 @@ class PolicyCache:
         self._lengths[copy] = length
         return copy
 
+    def adopt(self, length: int, held: Sequence[int | None]) -> int:
+        """A slot of `length` tokens on the pages `held`, fresh ones where that is None, still without a tail.
+
+        Raises:
+            CacheFull: no slot is free, the sequence is too long, or pages run out; nothing has changed.
+        """
+        assert self.pages is not None and len(held) == -(-length // self.pages.page_tokens)
+        missing = self.pages.taken(held)
+        if length > self.max_tokens or missing > self.pages.free_pages:
+            raise CacheFull(
+                f"{length} tokens need {missing} free pages: {self.pages.free_pages} are free, a sequence "
+                f"has room for {self.max_tokens} tokens; free a sequence, or make the cache larger"
+            )
+        slot = self.allocate()
+        self.pages.lay(slot, held)
+        self._lengths[slot] = length
+        return slot
+
     def free(self, slot: int) -> None:
         """Give `slot` back."""
         self.length(slot)
@@ -183,8 +208,7 @@ class PolicyCache:
 
     def _lay_out_pages(self, config: PolicyConfig, dtype: torch.dtype, pages: int | None) -> None:
         ratios = {layer: config.ratio(layer) for layer in config.kv_source_layer_ids}
-        whole = lcm(*ratios.values())
-        page_tokens = -(-_PAGE_TOKENS // whole) * whole
+        page_tokens = tokens_of_page(config)
         per_slot = -(-self.max_tokens // page_tokens)
         count = self.max_sequences * per_slot if pages is None else pages
         self.pages = PageTable(self.max_sequences, per_slot, count, page_tokens, self.device)
