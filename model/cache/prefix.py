@@ -1,7 +1,7 @@
 """The prefix store: what histories have in common is computed once, and kept while it is worth its place.
 
-Compressed keys are small, cost the whole encoder to compute and are good for days: they are kept by page and
-by content, on the accelerator while their pages are not needed for something else, in host memory, and on disk.
+Compressed keys are small, cost the whole encoder to compute and are good for days: they are kept by the page,
+by content, on the accelerator while their pages are not needed otherwise, in host memory, and on disk.
 Windows are large for what they save, a replay of a few tokens, and good for minutes: the tail of a whole
 session is kept in host memory alone. A history that comes back with its tail goes on where it stopped; one
 whose tail is gone lays its compressed keys in place and runs its last tokens again.
@@ -43,7 +43,7 @@ def _physical_memory() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixTiers:
-    """Where entries are kept besides the accelerator, how many and how long; processes may share the folders."""
+    """Where entries are kept besides the accelerator, how many and how long; processes may share folders."""
 
     host_folder: Path
     """In memory (tmpfs, for example /dev/shm/...), shared by the engines of a machine."""
