@@ -50,7 +50,7 @@ class World:
 
     def history(self, engine):
         """A history that often begins like another."""
-        known = [*self.saved, *map(tuple, self.tokens[engine].values())]
+        known = [*list(self.saved)[-30:], *map(tuple, self.tokens[engine].values())]
         begin = list(self.draw.choice(known)) if known and self.draw.random() < 0.9 else []
         begin = begin[: self.draw.choice([len(begin), len(begin), self.draw.randrange(len(begin) + 1)])]
         new = self.draw.choice([1, 1, 5, 40, 64, 130])
@@ -87,7 +87,8 @@ class World:
         if (slot := self.slot(engine)) is not None:
             tokens = self.tokens[engine][slot]
             self.stores[engine].save(self.caches[engine], slot, tokens)
-            self.saved.setdefault(tuple(tokens), set()).add(self.stores[engine].fingerprint.version)
+            self.saved[tuple(tokens)] = self.saved.pop(tuple(tokens), set())
+            self.saved[tuple(tokens)].add(self.stores[engine].fingerprint.version)
 
     def lookup(self, engine):
         """Ask for a history, check the answer against what was saved, load it and check every byte."""
@@ -139,7 +140,7 @@ class World:
             cache.free(slot)
 
     def expire(self, _):
-        self.now += self.draw.choice([1, 60, 700, 40 * 3600.0])
+        self.now += self.draw.choice([1, 60, 60, 60, 700, 40 * 3600.0])
 
     def corrupt(self, _):
         files = [*self.tiers.host_folder.glob("*/v1/*/*/*/*"), *self.tiers.disk_folder.glob("v1/*/*/*/*")]
@@ -169,11 +170,14 @@ class World:
             self.dropped.update(asdict(tier.counters))
 
     def update(self, engine):
-        """New weights: sequences are computed anew."""
+        """New weights, or those the other engine has already: sequences are computed anew."""
         for slot in list(self.tokens[engine]):
             self.caches[engine].free(slot)
         self.tokens[engine] = {}
-        self.stores[engine].set_version(self.stores[engine].fingerprint.version + 1)
+        ours, others = (self.stores[i].fingerprint.version for i in (engine, 1 - engine))
+        self.stores[engine].set_version(others if others > ours else ours + 1)
+        if others <= ours and self.draw.random() < 0.7:
+            self.update(1 - engine)
 
     def check(self):
         for cache, sequences in zip(self.caches, self.tokens, strict=True):
@@ -233,5 +237,5 @@ def test_random_operations(memory_folder, tmp_path):
 @pytest.mark.slow
 def test_ten_thousand_random_operations(memory_folder, tmp_path):
     world = run(10_000, 1, memory_folder, tmp_path)
-    assert min(world.seen[kind] for kind in ("hit", "miss", "loaded", "loaded with a tail", "full")) > 100
-    assert min(world.dropped[kind] for kind in ("evicted", "expired", "outdated", "corrupt", "foreign")) > 10
+    assert min(world.seen[kind] for kind in ("hit", "miss", "loaded", "loaded with a tail", "full")) > 90
+    assert min(world.dropped[kind] for kind in ("evicted", "expired", "outdated", "corrupt", "foreign")) > 5
