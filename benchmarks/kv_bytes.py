@@ -82,13 +82,13 @@ def print_lengths(sizes: CacheBytes) -> None:
     """What a sequence keeps, by its length, tier and lifetime."""
     print(f"a sequence: windows {sizes.window} B, open groups {sizes.open_groups} B; ", end="")
     print(f"a page: {sizes.page_tokens} tokens")
-    names = f"{'served, B':>14} {'minutes, host B':>16} {'days, disk B':>14} {'B/token':>8} {'window B/token':>15}"
+    names = f"{'served, B':>14} {'host B':>16} {'disk B':>14} {'B/token':>8} {'windows/tok':>11}"
     print(f"{'tokens':>8} {names}")
     for length in LENGTHS:
         resident = sizes.resident(length)
         print(
             f"{length:>8} {resident:>14.0f} {sizes.tail(length):>16.0f} {sizes.pages(length):>14.0f} "
-            f"{resident / length:>8.0f} {sizes.window / length:>15.0f}"
+            f"{resident / length:>8.0f} {sizes.window / length:>11.0f}"
         )
 
 
