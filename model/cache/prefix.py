@@ -11,19 +11,22 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from model.cache.page_file import Entry, Kind
 from model.cache.page_keys import Fingerprint, ImageMark, KeyChain
 from model.cache.policy_cache import PolicyCache
 from model.cache.state_bytes import (
+    fits,
     pack_tail,
     page_bytes,
     page_rows,
+    progress_of,
     read_pages,
     restore_tail,
     tail_state,
@@ -34,6 +37,7 @@ from model.cache.tiers import Address, Clock, FileTier, TierCounters, memory_bac
 
 _PARTIAL = "partial"
 
+LookBack = Callable[[int], Tensor]
 TokenIds = Sequence[int] | np.ndarray
 
 
@@ -105,6 +109,18 @@ class Loaded:
     """How many of the last of these tokens have to be run again for their windows; 0 when those came too."""
     replay_starts: tuple[int, ...]
     """Encoder replays in force when these keys were computed, besides position 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Whole pages of a history, up to the first that is gone."""
+
+    held: list[int | None]
+    """Pages in the cache, None where the content comes from elsewhere."""
+    contents: list[bytes]
+    """Those contents."""
+    starts: list[int]
+    """Encoder replays in force."""
 
 
 @dataclass(slots=True)
@@ -216,37 +232,40 @@ class PrefixStore:
         self._count(hit, len(token_ids))
         return hit
 
-    def load(self, cache: PolicyCache, hit: Hit) -> Loaded | None:
+    def load(self, cache: PolicyCache, hit: Hit, look_back: LookBack) -> Loaded | None:
         """Lay what was found into a new slot; None when too little of it is left.
+
+        Args:
+            cache: gets the sequence.
+            hit: what was found.
+            look_back: gives the ids before a position as n-grams see them (`Policy.look_back_ids`).
 
         Raises:
             CacheFull: no slot or too few pages are free; nothing has changed.
         """
         _check_packed(cache)
-        held, contents, starts = self._fetch(cache, hit.pages)
+        found = self._fetch(cache, hit.pages)
         state = None
-        if hit.tail is not None and len(held) == len(hit.pages):
-            entry = self._windows.get(hit.tail)
-            state = None if entry is None else unpack_tail(entry.payload)
-        length = hit.global_tokens if state is not None else len(held) * self.page_tokens
-        if length < hit.global_tokens or (hit.window and state is None):
+        if hit.tail is not None and len(found.held) == len(hit.pages):
+            state = self._fetch_tail(cache, hit.tail)
+        length = hit.global_tokens if state is not None else len(found.held) * self.page_tokens
+        if length < hit.global_tokens or hit.window != (state is not None):
             self.usage.lost += 1
-        if state is None and not self._worth(length):
+        if state is not None:
+            slot, replay = self._restore(cache, found, state), 0
+        elif self._worth(length):
+            assert self.replay_tokens is not None
+            replay, resume = self.replay_tokens, length - self.replay_tokens
+            slot = cache.adopt(length, resume, look_back(resume), found.held)
+        else:
             return None
-        if state is not None and _PARTIAL in state:
-            held.append(None)
-            contents.append(state.pop(_PARTIAL).numpy().tobytes())
-        slot = cache.adopt(length, held)
         assert cache.pages is not None
         pages = cache.pages.owned(slot)
-        write_pages(cache, [page for page, known in zip(pages, held, strict=True) if known is None], contents)
-        for page, key, start in zip(pages, hit.pages, starts, strict=False):
+        fresh = [page for page, known in zip(pages, found.held, strict=True) if known is None]
+        write_pages(cache, fresh, found.contents)
+        for page, key, start in zip(pages, hit.pages, found.starts, strict=False):
             cache.pages.label(page, key, start)
-        if state is not None:
-            restore_tail(cache, slot, state)
-        replay = 0 if state is not None else self.replay_tokens
-        assert replay is not None
-        return Loaded(slot, length, replay, tuple(sorted({start for start in starts if start})))
+        return Loaded(slot, length, replay, tuple(sorted({start for start in found.starts if start})))
 
     def save(
         self,
@@ -264,7 +283,7 @@ class PrefixStore:
             slot: where.
             token_ids: its tokens, as many as the cache holds.
             images: the images in it.
-            replay_starts: positions at which its encoder windows began anew.
+            replay_starts: earlier positions at which its encoder windows began; the cache knows the last.
 
         Raises:
             ValueError: the tokens are not those in the slot, or the cache is not packed.
@@ -276,8 +295,8 @@ class PrefixStore:
                 f"slot {slot} holds {length} tokens, {len(token_ids)} were given: save what was computed"
             )
         chain = self._chain(token_ids, images, length)
-        self._save_pages(cache, slot, chain, sorted(replay_starts))
-        if length:
+        self._save_pages(cache, slot, chain, sorted({*replay_starts, cache.floors(slot)[0]}))
+        if length and cache.progress(slot).encoded == length:
             self._save_tail(cache, slot, chain, length)
 
     def sweep(self) -> None:
@@ -334,39 +353,45 @@ class PrefixStore:
 
     # Moving
 
-    def _fetch(
-        self, cache: PolicyCache, keys: Sequence[bytes]
-    ) -> tuple[list[int | None], list[bytes], list[int]]:
-        """Pages of `keys` up to the first that is gone.
-
-        Returns:
-            Pages in the cache, None where the content comes from elsewhere; those contents; replay starts.
-        """
+    def _fetch(self, cache: PolicyCache, keys: Sequence[bytes]) -> _Found:
+        """Pages of `keys` up to the first that is gone."""
         assert cache.pages is not None
-        held: list[int | None] = []
-        contents: list[bytes] = []
-        starts: list[int] = []
+        found = _Found([], [], [])
         promoted: list[tuple[Address, Entry]] = []
         for rank, key in enumerate(keys):
-            page, start = cache.pages.find(key), 0
-            if page is not None:
+            if (page := cache.pages.find(key)) is not None:
                 self.usage.accelerator_pages += 1
-                start = cache.pages.replay_start(page)
-            elif (entry := self._host.get(_page(key), rank)) is not None:
+                found.held.append(page)
+                found.starts.append(cache.pages.replay_start(page))
+                continue
+            if (entry := self._host.get(_page(key), rank)) is not None:
                 self.usage.host_pages += 1
             elif self._disk is not None and (entry := self._disk.get(_page(key), rank)) is not None:
                 self.usage.disk_pages += 1
                 promoted.append((_page(key), entry))
             else:
                 break
-            if page is None:
-                assert entry is not None and len(entry.payload) == page_bytes(cache)
-                contents.append(entry.payload)
-                start = entry.replay_start
-            held.append(page)
-            starts.append(start)
+            assert len(entry.payload) == page_bytes(cache), "a fingerprint stands for one page size"
+            found.held.append(None)
+            found.contents.append(entry.payload)
+            found.starts.append(entry.replay_start)
         self._host.put(promoted)
-        return held, contents, starts
+        return found
+
+    def _fetch_tail(self, cache: PolicyCache, address: Address) -> dict[str, Tensor] | None:
+        if (entry := self._windows.get(address)) is None:
+            return None
+        state = unpack_tail(entry.payload)
+        return state if fits(cache, state) else None
+
+    def _restore(self, cache: PolicyCache, found: _Found, state: dict[str, Tensor]) -> int:
+        """A slot that stands where the session of `state` stood; its last page joins those of `found`."""
+        if (partial := state.pop(_PARTIAL, None)) is not None:
+            found.held.append(None)
+            found.contents.append(partial.numpy().tobytes())
+        slot = cache.lay_down(progress_of(state), found.held)
+        restore_tail(cache, slot, state)
+        return slot
 
     def _save_pages(
         self, cache: PolicyCache, slot: int, chain: KeyChain, replay_starts: Sequence[int]

@@ -2,12 +2,13 @@
 
 A page's bytes are those the cache holds, so what comes back is bit for bit what went out. The rest, the tail
 of a session, depends on where exactly the session stands: windows of all layers, open groups, the compressed
-keys of the last page when it is not full, and the ids the n-gram memory looks back to.
+keys of the last page when it is not full, the ids the n-gram memory looks back to, and how far it has come.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import astuple
 
 import safetensors.torch
 import torch
@@ -15,7 +16,10 @@ from torch import Tensor
 
 from model.cache.main_kv import PackedGroupCache
 from model.cache.policy_cache import PolicyCache
+from model.cache.progress import Progress
 from model.cache.swa import PackedWindowRing
+
+_PROGRESS = "progress"
 
 
 def page_bytes(cache: PolicyCache) -> int:
@@ -71,19 +75,28 @@ def unpack_tail(payload: bytes) -> dict[str, Tensor]:
 
 def tail_state(cache: PolicyCache, slot: int) -> dict[str, Tensor]:
     """All of `slot` but the compressed keys on its pages."""
-    state = {"windows": _ring(cache)[:, slot], "ids": cache.tail[slot]}
-    return state | {f"open.{layer}": pending[slot] for layer, pending in cache.pending.items()}
+    progress = torch.tensor(astuple(cache.progress(slot)))
+    return places(cache, slot) | {_PROGRESS: progress}
+
+
+def progress_of(state: dict[str, Tensor]) -> Progress:
+    """How far the sequence of a tail has come."""
+    return Progress(*state[_PROGRESS].tolist())
+
+
+def fits(cache: PolicyCache, state: dict[str, Tensor]) -> bool:
+    """Whether a tail comes from a cache with rings of the same size."""
+    return all(state[name].shape == place.shape for name, place in places(cache, 0).items())
 
 
 def restore_tail(cache: PolicyCache, slot: int, state: dict[str, Tensor]) -> None:
-    """The inverse of `tail_state`."""
-    _ring(cache)[:, slot] = state["windows"].to(cache.device)
-    cache.tail[slot] = state["ids"].to(cache.device)
-    for layer, pending in cache.pending.items():
-        pending[slot] = state[f"open.{layer}"].to(cache.device)
+    """Fill `slot`, which has the progress of `state`, with the rest of it."""
+    for name, place in places(cache, slot).items():
+        place.copy_(state[name])
 
 
-def _ring(cache: PolicyCache) -> Tensor:
-    """[layers, slots, W, bytes] window records."""
+def places(cache: PolicyCache, slot: int) -> dict[str, Tensor]:
+    """Where a slot's windows, look-back ids and open groups lie."""
     assert isinstance(cache.windows, PackedWindowRing), "tails are those of packed storage"
-    return cache.windows.storage
+    places = {"windows": cache.windows.storage[:, slot], "ids": cache.tail[slot]}
+    return places | {f"open.{layer}": pending[slot] for layer, pending in cache.pending.items()}

@@ -67,13 +67,12 @@ def test_hits_fetch_what_the_store_has_and_run_the_rest_again(monkeypatch, capsy
 def test_the_store_writes_what_the_tables_say(memory_folder):
     config = PolicyConfig.preset("nano")
     sizes = kv_bytes.measure(config)
-    cache = PolicyCache(config, 1, 200, torch.float32, torch.device("cpu"), "packed")
+    cache = PolicyCache(config, 1, 200, torch.float32, torch.device("cpu"), "packed", slack=0)
     tiers = PrefixTiers(host_folder=memory_folder, host_bytes=1 << 20, memory_bytes=1 << 24)
     fingerprint = Fingerprint.of(config, model="run", version=0, tokenizer="t", numerics={})
     store = PrefixStore(fingerprint, tiers, page_tokens=64, replay_tokens=16)
     slot = cache.allocate()
-    cache.make_room([slot], [150])
-    cache.advance([slot], [150])
+    cache.advance([slot], cache.make_room([slot], [150]))
     store.save(cache, slot, [1] * 150)
     assert store.stats().host.nbytes == sizes.pages(150)
     # A tail also names its tensors.

@@ -51,6 +51,10 @@ def cache(pages=40):
     return PolicyCache(NANO, 8, 600, torch.float32, torch.device("cpu"), "packed", pages)
 
 
+def none_before(_):
+    return torch.zeros(3, dtype=torch.int64)
+
+
 def save(store, where, tokens, images=()):
     slot = where.allocate()
     assert append(where, slot, [], tokens) == list(tokens)
@@ -75,7 +79,7 @@ def test_a_session_goes_on_where_it_stopped(tiers, clock, length):
     theirs, there = store(tiers, clock), cache()
     hit = theirs.lookup(IDS[: length + 9])
     assert (hit.global_tokens, hit.window) == (length, True)
-    loaded = theirs.load(there, hit)
+    loaded = theirs.load(there, hit, none_before)
     assert (loaded.global_tokens, loaded.replay) == (length, 0)
     check(there, loaded.slot, IDS[:length], tail=True)
     append(there, loaded.slot, IDS[:length], IDS[length : length + 70])
@@ -93,13 +97,13 @@ def test_keys_without_windows_come_by_the_page_from_each_tier(tiers, clock, sour
         where = cache()
     hit = ours.lookup(IDS[:500], cache=where)
     assert (hit.global_tokens, hit.window) == (256, False)
-    loaded = ours.load(where, hit)
+    loaded = ours.load(where, hit, none_before)
     assert (loaded.global_tokens, loaded.replay, loaded.replay_starts) == (256, REPLAY, ())
     check(where, loaded.slot, IDS[:256], tail=False)
     usage = ours.stats().usage
     assert getattr(usage, f"{source}_pages") == 4
     assert usage.accelerator_pages + usage.host_pages + usage.disk_pages == 4
-    again = ours.load(cache(), hit)
+    again = ours.load(cache(), hit, none_before)
     assert again.global_tokens == 256 and ours.stats().usage.host_pages == (8 if source == "host" else 4)
 
 
@@ -174,7 +178,7 @@ def test_lifetimes_windows_minutes_keys_days(tiers, clock):
     clock.now += 601
     assert not ours.lookup(IDS[:301]).window and ours.lookup(IDS[:301]).global_tokens == 256
     clock.now += 72 * 3600 - 700
-    assert ours.load(cache(), ours.lookup(IDS[:301])).global_tokens == 256
+    assert ours.load(cache(), ours.lookup(IDS[:301]), none_before).global_tokens == 256
     clock.now += 72 * 3600 - 1
     assert ours.lookup(IDS[:301]).global_tokens == 256
     clock.now += 2
@@ -209,7 +213,7 @@ def test_what_breaks_between_lookup_and_load_shortens_it(tiers, clock, part):
         if part == "windows" or hit.pages[2].hex() in path.name:
             path.write_bytes(data[: len(data) // 2])
     where = cache()
-    loaded = ours.load(where, hit)
+    loaded = ours.load(where, hit, none_before)
     assert (loaded.global_tokens, loaded.replay) == ((128 if part == "pages" else 256), REPLAY)
     check(where, loaded.slot, IDS[: loaded.global_tokens], tail=False)
     stats = ours.stats()
@@ -224,8 +228,8 @@ def test_nothing_changes_when_pages_are_short(tiers, clock):
     save(ours, cache(), IDS[:300])
     small = cache(pages=4)
     hit = ours.lookup(IDS[:301], cache=small)
-    with pytest.raises(CacheFull, match="5 free pages"):
-        ours.load(small, hit)
+    with pytest.raises(CacheFull, match="5 pages are needed"):
+        ours.load(small, hit, none_before)
     assert small.free_slots == 8 and small.pages.free_pages == 4
 
 
@@ -234,9 +238,9 @@ def test_replay_starts_travel_with_the_pages(tiers, clock):
     slot = where.allocate()
     append(where, slot, [], IDS[:300])
     ours.save(where, slot, IDS[:300], replay_starts=[0, 70, 200])
-    assert ours.load(where, ours.lookup(IDS[:301], cache=where)).replay_starts == (70, 200)
-    assert ours.load(cache(), ours.lookup(IDS[:150])).replay_starts == (70,)
-    assert ours.load(cache(), ours.lookup(IDS[:100])).replay_starts == ()
+    assert ours.load(where, ours.lookup(IDS[:301], cache=where), none_before).replay_starts == (70, 200)
+    assert ours.load(cache(), ours.lookup(IDS[:150]), none_before).replay_starts == (70,)
+    assert ours.load(cache(), ours.lookup(IDS[:100]), none_before).replay_starts == ()
 
 
 def test_the_real_policy_goes_on_bit_for_bit(tiers, clock, nano):
@@ -250,10 +254,42 @@ def test_the_real_policy_goes_on_bit_for_bit(tiers, clock, nano):
 
     extend(first, slot, IDS[:301])
     ours.save(first, slot, IDS[:301])
-    loaded = store(tiers, clock).load(second, ours.lookup(IDS[:400]))
+    loaded = store(tiers, clock).load(second, ours.lookup(IDS[:400]), none_before)
     assert loaded.global_tokens == 301
     for begin, end in ((301, 302), (302, 350), (350, 351)):
         assert torch.equal(extend(first, slot, IDS[begin:end]), extend(second, loaded.slot, IDS[begin:end]))
+
+
+@pytest.mark.parametrize("source", ["host", "disk"])
+def test_the_real_policy_replays_lost_windows_as_if_it_had_kept_the_keys(tiers, clock, nano, source):
+    nano.fake_quant = True
+    ours, first, second = store(tiers, clock), *(nano.new_cache(2, 600, storage="packed") for _ in range(2))
+
+    def extend(cache, slot, ids, **options):
+        counts = torch.tensor([len(ids)])
+        with torch.inference_mode():
+            return nano.extend(cache, torch.tensor([slot]), torch.tensor([ids]), counts, **options)
+
+    slot = first.allocate()
+    extend(first, slot, IDS[:301])
+    ours.save(first, slot, IDS[:301])
+    drop_windows(tiers)
+    if source == "disk":
+        drop_host(tiers)
+    loaded = ours.load(second, ours.lookup(IDS[:400]), lambda at: nano.look_back_ids(torch.tensor(IDS[:at])))
+    begin = loaded.global_tokens - loaded.replay
+    assert (loaded.global_tokens, begin) == (256, 240)
+    # The same with keys taken over by hand from the cache that computed them.
+    resume = nano.look_back_ids(torch.tensor(IDS[:begin]))
+    held = first.pages.owned(slot)[:4]
+    other = first.adopt(256, begin, resume, held)
+    replayed = {"replayed": torch.tensor([loaded.replay])}
+    ends = [
+        extend(cache, at, IDS[begin:350], **replayed) for cache, at in ((second, loaded.slot), (first, other))
+    ]
+    assert torch.equal(*ends) and torch.isfinite(ends[0]).all()
+    exact = extend(first, slot, IDS[301:350])
+    assert not torch.equal(exact, ends[0]) and torch.nn.functional.cosine_similarity(exact, ends[0]) > 0.8
 
 
 def test_a_dense_cache_and_other_tokens_are_refused(tiers, clock, nano):

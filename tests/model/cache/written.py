@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 import torch
 
-from model.cache.state_bytes import page_rows, tail_state, write_pages
+from model.cache.state_bytes import page_rows, places, write_pages
 
 
 def noise(kind, tokens, size):
@@ -16,7 +16,7 @@ def noise(kind, tokens, size):
 
 def _tail(cache, slot, tokens):
     state = {}
-    for name, value in tail_state(cache, slot).items():
+    for name, value in places(cache, slot).items():
         raw = torch.frombuffer(bytearray(noise(name, tokens, value.nbytes)), dtype=torch.uint8)
         # Every byte finite as float32, so that equal means equal.
         state[name] = (raw % 60).view(value.dtype).view(value.shape)
@@ -29,22 +29,15 @@ def _page(tokens, place, page_tokens, size):
 
 def append(cache, slot, tokens, new):
     """Extend `slot`, which holds `tokens`, by `new`."""
-    cache.make_room([slot], [len(new)])
-    cache.advance([slot], [len(new)])
+    cache.advance([slot], cache.make_room([slot], [len(new)]))
     whole = [*tokens, *new]
     pages, size = cache.pages.owned(slot), page_rows(cache, [0]).shape[1]
     first = len(tokens) // cache.pages.page_tokens
     contents = [_page(whole, i, cache.pages.page_tokens, size) for i in range(first, len(pages))]
     write_pages(cache, pages[first:], contents)
     for name, value in _tail(cache, slot, whole).items():
-        _place(cache, slot, name)[...] = value
+        places(cache, slot)[name][...] = value
     return whole
-
-
-def _place(cache, slot, name):
-    if name == "windows":
-        return cache.windows.storage[:, slot]
-    return cache.tail[slot] if name == "ids" else cache.pending[int(name.split(".")[1])][slot]
 
 
 def check(cache, slot, tokens, *, tail):
@@ -56,5 +49,5 @@ def check(cache, slot, tokens, *, tail):
         assert row.tobytes() == _page(tokens, i, cache.pages.page_tokens, row.size), f"page {i}"
     if tail:
         expected = _tail(cache, slot, tokens)
-        for name, value in tail_state(cache, slot).items():
+        for name, value in places(cache, slot).items():
             assert torch.equal(value, expected[name]), name
