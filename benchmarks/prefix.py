@@ -34,7 +34,7 @@ from model.cache.prefix import PrefixStats, PrefixStore, PrefixTiers
 from model.config import PolicyConfig
 
 _NANO = PolicyConfig.preset("nano")
-_ENGINES, _SLOTS, _LONGEST = 2, 4, 40_000
+_ENGINES, _SLOTS, _LONGEST, _PAGES = 2, 4, 40_000, 640
 _READ, _WRITTEN, _SYSTEM = 180, 6, 512
 _TURNS = (50, 200)
 _PAUSES = ((0.75, 2.0, 60.0), (0.2, 60.0, 3600.0), (0.05, 3600.0, 72 * 3600.0))
@@ -91,7 +91,7 @@ class Trace:
         fingerprint = Fingerprint.of(_NANO, model="trace", version=0, tokenizer="trace", numerics={})
         for _ in range(_ENGINES):
             self.caches.append(
-                PolicyCache(_NANO, _SLOTS, _LONGEST, torch.float32, torch.device("cpu"), "packed", 1200)
+                PolicyCache(_NANO, _SLOTS, _LONGEST, torch.float32, torch.device("cpu"), "packed", _PAGES)
             )
             self.stores.append(
                 PrefixStore(

@@ -73,11 +73,6 @@ class PageTable:
         """What was said of a labelled page."""
         return self._labels[page][1]
 
-    def forget_labels(self) -> None:
-        """Make no page findable by its content."""
-        self._labels.clear()
-        self._labelled.clear()
-
     def taken(self, held: Sequence[int | None]) -> int:
         """Free pages that `lay` would take for a sequence on the pages `held`."""
         return sum(page is None or not self._references[page] for page in held)

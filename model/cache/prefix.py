@@ -276,7 +276,7 @@ class PrefixStore:
         *,
         replay_starts: Sequence[int] = (),
     ) -> None:
-        """Keep the sequence in `slot`, all of it computed by the weights of the store's version.
+        """Keep the sequence in `slot`, unless weights of another version had a part in it.
 
         Args:
             cache: holds the sequence.
@@ -294,6 +294,8 @@ class PrefixStore:
             raise ValueError(
                 f"slot {slot} holds {length} tokens, {len(token_ids)} were given: save what was computed"
             )
+        if cache.progress(slot).generation != self.fingerprint.version:
+            return
         chain = self._chain(token_ids, images, length)
         self._save_pages(cache, slot, chain, sorted({*replay_starts, cache.floors(slot)[0]}))
         if length and cache.progress(slot).encoded == length:
