@@ -13,10 +13,18 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from math import inf
+from typing import NamedTuple
 
 import torch
 
 NULL_PAGE = 0
+
+
+class _Label(NamedTuple):
+    name: bytes
+    replay_start: int
+    noted: float
 
 
 class PageTable:
@@ -32,7 +40,7 @@ class PageTable:
         self._owned: list[list[int]] = [[] for _ in range(slots)]
         self._references = [0] * (pages + 1)
         self._free = OrderedDict.fromkeys(range(1, pages + 1))
-        self._labels: dict[int, tuple[bytes, int]] = {}
+        self._labels: dict[int, _Label] = {}
         self._labelled: dict[bytes, int] = {}
 
     @property
@@ -57,21 +65,29 @@ class PageTable:
         """The page that holds what `label` stands for, lain on or free."""
         return self._labelled.get(label)
 
-    def label(self, page: int, label: bytes, replay_start: int) -> None:
+    def label(self, page: int, label: bytes, replay_start: int, noted: float) -> None:
         """Say what `page`, which is full and lies on a sequence, holds. The first page of a label keeps it.
 
         Args:
             page: the page.
             label: stands for its content.
             replay_start: of the encoder, in force when the content was computed.
+            noted: when the content was last known to be kept elsewhere too, in seconds.
         """
         assert self._references[page] > 0, f"page {page} is free"
-        if label not in self._labelled and page not in self._labels:
-            self._labels[page], self._labelled[label] = (label, replay_start), page
+        if (first := self._labelled.get(label)) is not None:
+            self._labels[first] = self._labels[first]._replace(noted=noted)
+        elif page not in self._labels:
+            self._labels[page], self._labelled[label] = _Label(label, replay_start, noted), page
 
     def replay_start(self, page: int) -> int:
         """What was said of a labelled page."""
-        return self._labels[page][1]
+        return self._labels[page].replay_start
+
+    def noted(self, label: bytes) -> float:
+        """When what `label` stands for was last noted; minus infinity when no page holds it."""
+        page = self._labelled.get(label)
+        return -inf if page is None else self._labels[page].noted
 
     def taken(self, held: Sequence[int | None]) -> int:
         """Free pages that `lay` would take for a sequence on the pages `held`."""
@@ -190,4 +206,4 @@ class PageTable:
 
     def _unlabel(self, page: int) -> None:
         if (labelled := self._labels.pop(page, None)) is not None:
-            del self._labelled[labelled[0]]
+            del self._labelled[labelled.name]

@@ -36,6 +36,7 @@ from model.cache.state_bytes import (
 from model.cache.tiers import Address, Clock, FileTier, TierCounters, memory_backed
 
 _PARTIAL = "partial"
+_NOTED_S = 60.0
 
 LookBack = Callable[[int], Tensor]
 TokenIds = Sequence[int] | np.ndarray
@@ -185,6 +186,7 @@ class PrefixStore:
         """
         self.fingerprint, self.page_tokens, self.replay_tokens = fingerprint, page_tokens, replay_tokens
         self.usage = Usage()
+        self._clock = clock
         self._seed = fingerprint.digest()
         self._limits = tiers
 
@@ -264,7 +266,8 @@ class PrefixStore:
         fresh = [page for page, known in zip(pages, found.held, strict=True) if known is None]
         write_pages(cache, fresh, found.contents)
         for page, key, start in zip(pages, hit.pages, found.starts, strict=False):
-            cache.pages.label(page, key, start)
+            if cache.pages.find(key) is None:
+                cache.pages.label(page, key, start, self._clock())
         return Loaded(slot, length, replay, tuple(sorted({start for start in found.starts if start})))
 
     def save(
@@ -297,7 +300,7 @@ class PrefixStore:
         if cache.progress(slot).generation != self.fingerprint.version:
             return
         chain = self._chain(token_ids, images, length)
-        self._save_pages(cache, slot, chain, sorted({*replay_starts, cache.floors(slot)[0]}))
+        self._save_pages(cache, slot, chain, sorted({0, *replay_starts, cache.floors(slot)[0]}))
         if length and cache.progress(slot).encoded == length:
             self._save_tail(cache, slot, chain, length)
 
@@ -398,23 +401,22 @@ class PrefixStore:
     def _save_pages(
         self, cache: PolicyCache, slot: int, chain: KeyChain, replay_starts: Sequence[int]
     ) -> None:
+        """Write whole pages that a tier lacks, note the use of the others; neither if it was just done."""
         assert cache.pages is not None
-        pages = cache.pages.owned(slot)[: len(chain.pages)]
-        addresses = [_page(key) for key in chain.pages]
-        missing = [[i for i, a in enumerate(addresses) if not tier.has(a)] for tier in self._page_tiers]
+        table, now = cache.pages, self._clock()
+        due = [i for i, key in enumerate(chain.pages) if now - table.noted(key) > _NOTED_S]
+        pages, addresses = table.owned(slot), {i: _page(chain.pages[i]) for i in due}
+        missing = [[i for i in due if not tier.has(addresses[i])] for tier in self._page_tiers]
         needed = sorted({i for places in missing for i in places})
         contents = dict(zip(needed, read_pages(cache, [pages[i] for i in needed]), strict=True))
-        starts = [
-            max((s for s in replay_starts if s < (i + 1) * self.page_tokens), default=0)
-            for i in range(len(pages))
-        ]
+        starts = {i: max(start for start in replay_starts if start < (i + 1) * self.page_tokens) for i in due}
         for tier, places in zip(self._page_tiers, missing, strict=True):
-            for i in sorted(set(range(len(pages))) - set(places)):
+            for i in sorted({*due} - {*places}):
                 tier.touch(addresses[i], i)
             if places:
                 tier.put([(addresses[i], Entry(contents[i], starts[i])) for i in places], places[0])
-        for page, key, start in zip(pages, chain.pages, starts, strict=True):
-            cache.pages.label(page, key, start)
+        for i in due:
+            table.label(pages[i], chain.pages[i], starts[i], now)
 
     def _save_tail(self, cache: PolicyCache, slot: int, chain: KeyChain, length: int) -> None:
         assert cache.pages is not None
