@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from model.config import PolicyConfig
+from model.layers.exact import fill
 from model.layers.linear import linear, quantized_linear, wide_linear
 from model.layers.swiglu import clipped_swiglu
 from model.layers.top_k import top_k_lowest_index
@@ -34,6 +35,10 @@ class Routing:
     """[T, k]."""
     weights: Tensor
     """[T, k], summing to the scaling factor."""
+
+    def first(self, tokens: int) -> Routing:
+        """Of the first `tokens` tokens alone."""
+        return Routing(self.affinity[:tokens], self.expert_ids[:tokens], self.weights[:tokens])
 
 
 class Router(nn.Module):
@@ -115,9 +120,10 @@ class MixtureOfExperts(nn.Module):
         result = torch.zeros(x.shape, dtype=wide, device=x.device)
         result = result.index_add(0, tokens, torch.cat(parts).to(wide))
         for expert in range(self.experts, self.experts + self.shared):
-            result = result + self._expert(x, expert, torch.ones_like(weights[:1]))
+            result = result + self._expert(x, expert, weights.new_ones(x.shape[0], 1))
         return result
 
     def _expert(self, x: Tensor, expert: int, weights: Tensor) -> Tensor:
-        hidden = self._linear(x, self.w13[expert])
-        return self._linear(self._activate(hidden, weights), self.w2[expert])
+        count = x.shape[0]
+        hidden = self._linear(fill(x), self.w13[expert])
+        return self._linear(self._activate(hidden, fill(weights)), self.w2[expert])[:count]
