@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from model.choices import Capture, Choices
 from model.layers.exact import fill
 from model.layers.rope import Rotation
 from model.rows import CacheTarget, Rows
@@ -28,6 +29,8 @@ class PackedTokens:
     token_ids: Tensor
     cu_seqlens: Tensor
     images: ImageTokens | None = None
+    choices: Choices | None = None
+    """What to choose in place of the pass's own choices."""
 
 
 class Trace:
@@ -50,6 +53,8 @@ class Batch:
         self.total = self.position.shape[0]
         self.image: Tensor | None = None
         """[T] bool, true on tokens of image spans; None: text only."""
+        self.choices: Choices | None = None
+        self.capture: Capture | None = None
         self._rotations: dict[int, tuple[Rotation, Rotation]] = {}
 
     def record(self, name: str, value: Tensor) -> None:
@@ -60,6 +65,16 @@ class Batch:
     def mark_images(self, images: ImageTokens | None) -> None:
         """Tell the layers which tokens belong to images."""
         self.image = None if images is None else fill(images.types >= 0)
+
+    def forced_experts(self, layer: int) -> Tensor | None:
+        """[T, k] experts of `layer` to go to; None: free."""
+        forced = None if self.choices is None else self.choices.experts_of(layer)
+        return None if forced is None else fill(forced)
+
+    def forced_selection(self, layer: int, rows: Rows) -> Tensor | None:
+        """[B, L, K] main keys that the tokens of `rows` select in `layer`; None: free."""
+        forced = None if self.choices is None else self.choices.selection_of(layer)
+        return None if forced is None else rows.pad(forced)
 
     def merge(self, parts: list[Tensor]) -> Tensor:
         """Put together what each of `rows` computed for its tokens, in the order of the packed tokens.

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from model.balance import BALANCE_SPEED, balance_loss, expert_load, move_bias
 from model.batch import Batch, PackedTokens, Trace
 from model.cache.policy_cache import PolicyCache, Storage
+from model.choices import Capture
 from model.config import PolicyConfig, VisionConfig
 from model.dspark import Drafter
 from model.initialization import initialize
@@ -120,6 +121,7 @@ class Policy(nn.Module):
         tokens: PackedTokens,
         *,
         indexer_loss: bool | Variant = False,
+        capture: Capture | None = None,
         trace: Trace | None = None,
     ) -> PolicyOutput:
         """Run documents for training; nothing is seen across a document's start.
@@ -128,9 +130,17 @@ class Policy(nn.Module):
             tokens: the documents.
             indexer_loss: also compute the indexers' training loss, over each token's own selection (True or
                 "sparse") or over everything selectable ("dense").
+            capture: where to keep what was chosen.
             trace: where to keep intermediate results.
+
+        Raises:
+            ValueError: `tokens.choices` were recorded over other tokens or with another configuration.
         """
         batch = Batch.of_documents(tokens, self.config.sliding_window, trace)
+        batch.choices, batch.capture = tokens.choices, capture
+        if tokens.choices is not None:
+            experts, chosen = self.config.n_routed_experts, self.config.num_experts_per_tok
+            tokens.choices.check(batch.total, len(self.layers), experts, chosen)
         supervision = None
         if indexer_loss:
             supervision = Supervision("sparse" if indexer_loss is True else indexer_loss)
@@ -191,6 +201,7 @@ class Policy(nn.Module):
         lengths: Tensor,
         *,
         images: ImageTokens | None = None,
+        capture: Capture | None = None,
         trace: Trace | None = None,
     ) -> Tensor:
         """Append tokens to cached sequences: a prefill, a tool's answer or one decoded token each.
@@ -201,6 +212,7 @@ class Policy(nn.Module):
             token_ids: [B, L] int64; row b counts up to `lengths[b]`.
             lengths: [B] int64, 1 .. L.
             images: the images among the new tokens, with types [B, L].
+            capture: where to keep what was chosen for the new tokens, packed row after row.
             trace: where to keep intermediate results.
 
         Returns:
@@ -222,6 +234,7 @@ class Policy(nn.Module):
             )
         cache.make_room(slot_list, length_list)
         batch = Batch.of_cached(cache, slots, length_list, self.config.sliding_window, trace)
+        batch.capture = capture
         row = batch.rows[0]
         packed = row.unpad(token_ids[:, : row.length])
         options = RunOptions(self.fake_quant, self.dense_limit)
@@ -267,6 +280,8 @@ class Policy(nn.Module):
                 features.append(streams.float().mean(1).to(streams.dtype))
             streams, weights, shared, routing = block(streams, weights, batch, shared, cache, options)
             routings.append(routing.first(batch.total))
+        if batch.capture is not None:
+            batch.capture.expert_ids = torch.stack([r.expert_ids for r in routings], dim=1)
         if features:
             batch.record("main_hidden", torch.cat(features, dim=-1))
         return streams, weights, routings

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from model.batch import Batch, Trace
 from model.cache.main_kv import KeySource, TensorKeys
+from model.choices import Capture
 from model.config import AttentionMode, PolicyConfig
 from model.layers.attend import as_bias, attend
 from model.layers.compressor import Compressor
@@ -104,12 +105,15 @@ class Attention(nn.Module):
             if asked is not None:
                 asked_rows = IndexQueries(rows.pad(asked.heads), rows.pad(asked.weights))
                 known = self._choose(asked_rows, rows, known, batch.trace)
+                known = self._forced(known, batch.forced_selection(self.layer, rows))
                 if options.supervision is not None:
                     self._supervise(options.supervision, asked_rows, row_query, row_window, rows, known)
             handed_on.append(known)
             outputs.append(rows.unpad(self._attend(rows, row_query, row_window, known, options)))
         if cache is not None:
             cache.windows.append(self.layer, batch.rows[0], window)
+        if asked is not None and batch.capture is not None and batch.capture.selections_too:
+            self._capture(batch, batch.capture, handed_on)
         return self.output(batch.merge(outputs), per_head), handed_on
 
     def queries(self, x: Tensor, per_head: Rotation) -> tuple[Tensor, Tensor]:
@@ -179,6 +183,18 @@ class Attention(nn.Module):
             self._record_choice(trace, choice, candidates)
         kept = candidates if self.restricted else choice.candidates
         return replace(known, selection=choice.selection, candidates=kept)
+
+    def _forced(self, known: Globals, index: Tensor | None) -> Globals:
+        """`known` with the selection that replay forces."""
+        assert known.selection is not None
+        return replace(known, selection=known.selection.forced(index, self.top_k))
+
+    def _capture(self, batch: Batch, capture: Capture, handed_on: list[Globals]) -> None:
+        listed = []
+        for rows, known in zip(batch.rows, handed_on, strict=True):
+            assert known.selection is not None
+            listed.append(rows.unpad(known.selection.sorted_index(self.top_k)))
+        capture.selections[self.layer] = batch.merge(listed)[: batch.total]
 
     def _record_choice(self, trace: Trace, choice: Choice, candidates: Tensor | None) -> None:
         name = f"layers.{self.layer}."

@@ -74,8 +74,9 @@ def fill(x: Tensor) -> Tensor:
 def _blocks(x: Tensor, weight: Tensor) -> Tensor:
     """[T, K] times [N, K] as one product of fixed shape a block, [T, N]."""
     rows = x.shape[0]
-    filled = F.pad(x, (0, 0, 0, -rows % BLOCK_ROWS)).unflatten(0, (-1, BLOCK_ROWS))
-    return torch.bmm(filled, weight.t().expand(filled.shape[0], -1, -1)).flatten(0, 1)[:rows]
+    filled = F.pad(x, (0, 0, 0, -rows % BLOCK_ROWS)) if rows % BLOCK_ROWS else x
+    blocks = filled.view(-1, BLOCK_ROWS, x.shape[1])
+    return torch.bmm(blocks, weight.t().expand(blocks.shape[0], -1, -1)).flatten(0, 1)[:rows]
 
 
 class _BlockLinear(torch.autograd.Function):

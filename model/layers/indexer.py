@@ -76,14 +76,17 @@ def _exact_scores(queries: IndexQueries, keys: Tensor, begin: int, end: int) -> 
     """`index_scores` by one product of fixed shape a token and tile of keys."""
     heads = widen(queries.heads[:, begin:end])
     weights = widen(queries.weights[:, begin:end]).unsqueeze(-2)
-    width = keys.shape[1]
+    (batch, length), width = heads.shape[:2], keys.shape[1]
     tiles = F.pad(widen(keys), (0, 0, 0, -width % _TILE_KEYS)).unflatten(1, (-1, _TILE_KEYS)).transpose(2, 3)
+    if length == 1:
+        sequences = [(heads.flatten(0, 1), weights.flatten(0, 1), tiles)]
+    else:
+        sequences = list(zip(heads, weights, tiles.unsqueeze(1), strict=True))
     scores = []
-    for sequence, head, weight in zip(tiles, heads, weights, strict=True):
-        length = head.shape[0]
-        dots = [torch.bmm(head, tile.expand(length, -1, -1)).relu_() for tile in sequence]
+    for head, weight, own_tiles in sequences:
+        dots = [torch.bmm(head, tile.expand(head.shape[0], -1, -1)).relu_() for tile in own_tiles.unbind(1)]
         scores.append(torch.cat([torch.bmm(weight, dot) for dot in dots], dim=-1))
-    joined = torch.stack(scores).squeeze(2)[..., :width]
+    joined = torch.cat(scores).view(batch, length, -1)[..., :width]
     return joined.float() if queries.heads.dtype is torch.bfloat16 else joined
 
 

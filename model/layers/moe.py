@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from model.choices import force
 from model.config import PolicyConfig
 from model.layers.exact import fill
 from model.layers.linear import linear, quantized_linear, wide_linear
@@ -53,11 +54,18 @@ class Router(nn.Module):
         self.bias: Tensor
         self.bias_vl: Tensor
 
-    def forward(self, x: Tensor, image: Tensor | None) -> Routing:
-        """Route tokens [T, d]; `image` [T] bool marks tokens of image spans, None stands for text only."""
+    def forward(self, x: Tensor, image: Tensor | None, forced: Tensor | None = None) -> Routing:
+        """Route tokens [T, d].
+
+        Args:
+            x: the tokens.
+            image: [T] bool marks tokens of image spans; None stands for text only.
+            forced: [T, k] experts to go to, -1 where the router chooses; weighted by their affinities alike.
+        """
         logits = wide_linear(x, self.weight)
         affinity = F.softplus((logits / self.temperature).clamp_min(_LOWEST_LOGIT)).sqrt()
         expert_ids = top_k_lowest_index(affinity.detach() + self.bias_of(image), self.chosen)
+        expert_ids = force(expert_ids, forced)
         weights = affinity.gather(1, expert_ids)
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.factor
         return Routing(affinity, expert_ids, weights)
@@ -84,9 +92,11 @@ class MixtureOfExperts(nn.Module):
         """Whether every expert is computed for every token."""
         return self.experts <= _DENSE_UP_TO
 
-    def forward(self, x: Tensor, image: Tensor | None = None) -> tuple[Tensor, Routing]:
-        """Tokens [T, d] to [T, d], and where they went."""
-        routing = self.gate(x, image)
+    def forward(
+        self, x: Tensor, image: Tensor | None = None, forced: Tensor | None = None
+    ) -> tuple[Tensor, Routing]:
+        """Tokens [T, d] to [T, d], and where they went; `image` and `forced` as in `Router.forward`."""
+        routing = self.gate(x, image, forced)
         result = self._dense(x, routing) if self.dense else self._sparse(x, routing)
         return result.to(x.dtype), routing
 
