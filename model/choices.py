@@ -2,9 +2,9 @@
 
 A trainer that recomputes a sequence may route a token to another expert, or select another key, than the
 sampler did: the policy then learns from a network that did not act. `Capture` keeps what `Policy.extend`
-chose, `Choices` makes `Policy.forward` choose the same. A forced expert is still weighted by its own affinity,
-so the router goes on learning. `SamplingMask` does the same for the truncation of the distribution that a
-token was drawn from.
+chose, `Choices` makes `Policy.forward` choose the same. A forced expert is still weighted by its own
+affinity, so the router goes on learning. `SamplingMask` does the same for the truncation of the distribution
+that a token was drawn from.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Choices:
         if (ids := self.expert_ids) is not None:
             if ids.shape != (tokens, layers, chosen):
                 raise ValueError(
-                    f"forced expert ids have shape {tuple(ids.shape)}, the pass has {(tokens, layers, chosen)} "
-                    "(tokens, layers, experts a token): record them with the same configuration and tokens"
+                    f"forced expert ids have shape {tuple(ids.shape)}, the pass has "
+                    f"{(tokens, layers, chosen)} (tokens, layers, experts a token): record them with the same configuration and tokens"
                 )
             if ids.numel() and not (int(ids.min()) >= FREE and int(ids.max()) < experts):
                 raise ValueError(
