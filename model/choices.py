@@ -34,8 +34,8 @@ class Choices:
         if (ids := self.expert_ids) is not None:
             if ids.shape != (tokens, layers, chosen):
                 raise ValueError(
-                    f"forced expert ids have shape {tuple(ids.shape)}, the pass has "
-                    f"{(tokens, layers, chosen)} (tokens, layers, experts a token): record them with the same configuration and tokens"
+                    f"forced expert ids have shape {tuple(ids.shape)}, not {(tokens, layers, chosen)} "
+                    "(tokens, layers, experts a token): record them with the same configuration and tokens"
                 )
             if ids.numel() and not (int(ids.min()) >= FREE and int(ids.max()) < experts):
                 raise ValueError(
@@ -50,6 +50,34 @@ class Choices:
                     f"not [{tokens} tokens, keys]: record them over the same tokens"
                 )
 
+    def first(self, tokens: int) -> Choices:
+        """Those of the first `tokens` tokens."""
+        selections = self.selections
+        return Choices(
+            None if self.expert_ids is None else self.expert_ids[:tokens],
+            None if selections is None else {layer: index[:tokens] for layer, index in selections.items()},
+        )
+
+    def to(self, device: torch.device) -> Choices:
+        """The same on `device`."""
+        selections = self.selections
+        return Choices(
+            None if self.expert_ids is None else self.expert_ids.to(device),
+            None if selections is None else {layer: index.to(device) for layer, index in selections.items()},
+        )
+
+    @staticmethod
+    def join(parts: Sequence[Choices | None], lengths: Sequence[int]) -> Choices | None:
+        """The choices of several sequences of `lengths` tokens as one; None where a sequence has none."""
+        experts = [None if part is None else part.expert_ids for part in parts]
+        chosen = [{} if part is None else part.selections or {} for part in parts]
+        layers = sorted({layer for selections in chosen for layer in selections})
+        joined = {}
+        for layer in layers:
+            joined[layer] = _join([selections.get(layer) for selections in chosen], lengths)
+        expert_ids = _join(experts, lengths)
+        return None if expert_ids is None and not joined else Choices(expert_ids, joined or None)
+
     def experts_of(self, layer: int) -> Tensor | None:
         """[T, k] of one layer, or None where nothing is forced."""
         return None if self.expert_ids is None else self.expert_ids[:, layer]
@@ -57,6 +85,20 @@ class Choices:
     def selection_of(self, layer: int) -> Tensor | None:
         """[T, K] of one layer, or None where nothing is forced."""
         return None if self.selections is None else self.selections.get(layer)
+
+
+def _join(parts: Sequence[Tensor | None], lengths: Sequence[int]) -> Tensor | None:
+    """Parts [n, ...] end to end, free where one is missing; None when all are."""
+    known = next((part for part in parts if part is not None), None)
+    if known is None:
+        return None
+    shape = known.shape[1:]
+    return torch.cat(
+        [
+            torch.full((length, *shape), FREE) if part is None else part
+            for part, length in zip(parts, lengths, strict=True)
+        ]
+    )
 
 
 @dataclass(slots=True)
@@ -108,11 +150,23 @@ class SamplingMask:
         return self.offsets.shape[0] - 1
 
     @staticmethod
+    def none(tokens: int) -> SamplingMask:
+        """The mask of `tokens` tokens that could have been anything."""
+        return SamplingMask(torch.zeros(0, dtype=torch.int64), torch.zeros(tokens + 1, dtype=torch.int64))
+
+    @staticmethod
     def of_rows(rows: Sequence[Sequence[int]]) -> SamplingMask:
         """The mask of tokens with these ids; an empty row stands for the whole vocabulary."""
         flat = [number for row in rows for number in row]
         offsets = torch.tensor([0, *(len(row) for row in rows)]).cumsum(0)
         return SamplingMask(torch.tensor(flat, dtype=torch.int64), offsets)
+
+    @staticmethod
+    def join(masks: Sequence[SamplingMask]) -> SamplingMask:
+        """The masks of several sequences of tokens as one."""
+        counts = torch.cat([mask.offsets.diff() for mask in masks])
+        ids = torch.cat([mask.ids for mask in masks])
+        return SamplingMask(ids, torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
 
     @staticmethod
     def of_allowed(allowed: Tensor) -> SamplingMask:
@@ -129,6 +183,14 @@ class SamplingMask:
         offsets = self.offsets[start : stop + 1]
         return SamplingMask(self.ids[int(offsets[0]) : int(offsets[-1])], offsets - offsets[0])
 
+    def take(self, tokens: Tensor) -> SamplingMask:
+        """The mask of the tokens numbered `tokens` [m]."""
+        counts = self.offsets.diff()[tokens]
+        offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+        within = torch.arange(int(offsets[-1]), device=counts.device)
+        within = within - torch.repeat_interleave(offsets[:-1], counts)
+        return SamplingMask(self.ids[torch.repeat_interleave(self.offsets[tokens], counts) + within], offsets)
+
     def to(self, device: torch.device) -> SamplingMask:
         """The same on `device`."""
         return SamplingMask(self.ids.to(device), self.offsets.to(device))
@@ -140,6 +202,15 @@ class SamplingMask:
         allowed = (counts == 0).unsqueeze(1).repeat(1, vocab_size)
         allowed[rows, self.ids] = True
         return allowed
+
+
+LOWEST_LOGPROB = -1e30
+"""Stands for -inf where it meets a probability of zero in a product."""
+
+
+def entropy_of(logprobs: Tensor) -> Tensor:
+    """Entropy [n] in nats of log-probabilities [n, V], which may be -inf."""
+    return -(logprobs.exp() * logprobs.clamp_min(LOWEST_LOGPROB)).sum(-1)
 
 
 def truncated_logprobs(scaled: Tensor, mask: SamplingMask | Tensor | None) -> Tensor:
