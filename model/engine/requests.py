@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from model.choices import SamplingMask
-from model.engine.columns import Columns, ContextState
+from model.engine.columns import Columns
 from model.engine.errors import (
     ContextOverflowError,
     EmptyPromptError,
@@ -20,6 +21,7 @@ from model.engine.errors import (
     SamplingError,
     TokenRangeError,
 )
+from model.engine.replay import Floor, Past
 from model.engine.sampler import SamplingParams
 from model.vision import ImageTokens, TokenType
 
@@ -53,6 +55,28 @@ class Request:
     completed: Columns = field(default_factory=Columns)
     continues: bool = False
     images: ImageTokens | None = None
+
+    def same_images(self, other: Request, size: int) -> bool:
+        """Whether another request has the same images among its first `size` tokens."""
+        mine, theirs = _images_within(self.images, size), _images_within(other.images, size)
+        return all(torch.equal(one, another) for one, another in zip(mine, theirs, strict=True))
+
+    def image_bytes(self) -> bytes:
+        """What stands for the images in a key of the history."""
+        if self.images is None:
+            return b""
+        return self.images.types.numpy().tobytes() + self.images.rows.float().cpu().numpy().tobytes()
+
+
+def _images_within(images: ImageTokens | None, size: int) -> tuple[Tensor, Tensor]:
+    """Types and rows of the images among the first `size` tokens; no images are types that say text."""
+    if images is None:
+        return torch.full((size,), int(TokenType.TEXT)), torch.zeros(0)
+    types = torch.full((size,), int(TokenType.TEXT))
+    held = images.types[:size]
+    types[: held.shape[0]] = held
+    rows = images.rows[: int((held == TokenType.IMAGE).sum())]
+    return types, rows if rows.shape[0] else torch.zeros(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,19 +127,23 @@ class Pending:
     Attributes:
         history: int32 [n], the prompt and what was sampled of the turn.
         start: Where the turn begins in it.
-        floor: The replay starts (encoder, decoder) of the sequence; None before its prefill is planned.
-        caches: Caches that come with the request, as a cache exports them; `cached` tokens.
-        state: What the caches, or what they are computed from, make of the tokens to come.
+        floor: The floors of a sequence that was being served already; None: its prefill is still to be planned.
+        replayed: Whether tokens of this sequence are flagged as replayed.
+        before: What the session goes back to when the turn ends before its first token.
+        caches: Caches of the first `cached` tokens as a cache exports them, if they come with the request.
+        mixed: Whether earlier weights computed some of these.
     """
 
     request_id: int
     request: Request
     history: np.ndarray
     start: int
-    floor: tuple[int, int] | None = None
+    floor: Floor | None = None
+    replayed: bool = False
+    before: Past | None = None
     caches: dict[str, Tensor] | None = None
     cached: int = 0
-    state: ContextState = ContextState.OWN
+    mixed: bool = False
 
 
 def check_request(request_id: int, request: Request, *, vocab_size: int, context: int) -> Pending:
