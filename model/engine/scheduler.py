@@ -21,7 +21,7 @@ import numpy as np
 from torch import Tensor
 
 from model.engine.plan import StepPlan, split_prefill
-from model.engine.replay import NO_FLOOR, Memory, ReplayRule
+from model.engine.replay import NO_FLOOR, Floor, Memory, Past, ReplayRule
 from model.engine.requests import Pending
 from model.engine.rows import NO_SLOT, Rows
 
@@ -108,13 +108,18 @@ class Scheduler:
             self._idle.move_to_end(pending.request.session)
         self.waiting.append(pending)
 
-    def withdraw(self, request_id: int) -> Pending | None:
-        """Takes a request out of the queue; None when it does not wait."""
-        for pending in self.waiting:
-            if pending.request_id == request_id:
-                self.waiting.remove(pending)
-                return pending
-        return None
+    def waiter(self, request_id: int) -> Pending | None:
+        """Returns a request that waits, or None."""
+        return next((pending for pending in self.waiting if pending.request_id == request_id), None)
+
+    def withdraw(self, pending: Pending) -> None:
+        """Takes a request out of the queue; what its session needs to go on is remembered."""
+        self.waiting.remove(pending)
+        if pending.floor is not None:
+            past = pending.before
+            if pending.history.size > pending.start:
+                past = Past(pending.history, pending.floor, pending.replayed)
+            self.memory.keep(pending.request.session, past)
 
     def admit(self) -> None:
         """Gives rows to waiting requests, in order, as long as there is room for them."""
@@ -210,8 +215,8 @@ class Scheduler:
     def _open_known(self, row: int, pending: Pending) -> None:
         before, sampled = self.rows.past(row), int(self.rows.cached[row])
         self.rows.open(row, pending)
-        known, length = self.rows.floor[row], pending.history.size
-        floor = known if self._rule.mode == "off" else self._rule.floor(known, sampled, length)
+        known = self.rows.floor[row]
+        floor = self._rule.floor(known, sampled, pending.history.size)
         self.rows.replayed[row] &= floor == known
         self._set_floor(row, floor, before)
         self.prefilling.append(row)
@@ -253,7 +258,7 @@ class Scheduler:
         self.rows.replayed[row] = replayed
         self._set_floor(row, floor, before)
 
-    def _set_floor(self, row: int, floor: tuple[int, int], before: Any) -> None:
+    def _set_floor(self, row: int, floor: Floor, before: Past | None) -> None:
         request = self.rows.request[row]
         assert request is not None
         self.rows.floor[row], self.rows.before[row] = floor, before
@@ -367,9 +372,9 @@ class Scheduler:
 
     def _give_way(self) -> None:
         """Puts the request that came last, of those with caches, back to the head of the queue."""
-        holders = sorted(i for i, row in self._row_of.items() if self.rows.cached[row] > 0)
-        assert len(self._row_of) > 1 and holders, "a cache has pages for one full sequence"
-        row = self._row_of[holders[-1]]
+        holders = [i for i, row in self._row_of.items() if self.rows.slot[row] != NO_SLOT]
+        assert len(holders) > 1, "a cache has pages for one full sequence"
+        row = self._row_of[max(holders)]
         self.waiting.appendleft(self.suspended(row))
         self._withdraw_row(row)
         self._drop(row)
