@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from model.cache.progress import Span
+from model.choices import Capture, Choices
+from model.layers.exact import fill
 from model.layers.rope import Rotation
 from model.rows import Rows
 
@@ -32,6 +34,8 @@ class PackedTokens:
     token_ids: Tensor
     cu_seqlens: Tensor
     images: ImageTokens | None = None
+    choices: Choices | None = None
+    """What to choose in place of the pass's own choices."""
     window_floors: Tensor | None = None
     """[T, 2] int64: first position of its document whose window keys a token sees, in the encoder and in the
     decoder (`floors_from_starts`). None: all of its window."""
@@ -72,10 +76,12 @@ class Batch:
 
     def __init__(self, rows: list[Rows], order: Tensor | None, trace: Trace | None = None) -> None:
         self.rows, self._order, self.trace = rows, order, trace
-        position = self.merge([row.unpad(row.position) for row in rows])
-        self.position = position
+        self.position = self._joined([row.unpad(row.position) for row in rows])
+        self.total = self.position.shape[0]
         self.image: Tensor | None = None
         """[T] bool, true on tokens of image spans; None: text only."""
+        self.choices: Choices | None = None
+        self.capture: Capture | None = None
         self.decoder: Batch | None = self
         """What the decoder runs; None: nothing."""
         self.decoder_tokens: Tensor | None = None
@@ -87,17 +93,39 @@ class Batch:
     def record(self, name: str, value: Tensor) -> None:
         """Keep `value` when this pass is traced."""
         if self.trace is not None:
-            self.trace.record(name, value)
+            self.trace.record(name, value[: self.total])
 
     def mark_images(self, images: ImageTokens | None) -> None:
         """Tell the layers which tokens belong to images."""
-        self.image = None if images is None else images.types >= 0
-        if self.image is not None and self.decoder is not None and self.decoder is not self:
-            image, tokens = self.image, self.decoder_tokens
-            self.decoder.image = image if tokens is None else image.index_select(0, tokens)
+        self.image = None if images is None else fill(images.types >= 0)
+        if images is not None and self.decoder is not None and self.decoder is not self:
+            types, tokens = images.types, self.decoder_tokens
+            self.decoder.image = fill((types if tokens is None else types.index_select(0, tokens)) >= 0)
+
+    def follow(self, choices: Choices | None, capture: Capture | None) -> None:
+        """Tell the layers what to choose, and where to keep what they chose."""
+        for batch in (self, self.decoder):
+            if batch is not None:
+                batch.choices, batch.capture = choices, capture
+
+    def forced_experts(self, layer: int) -> Tensor | None:
+        """[T, k] experts of `layer` to go to; None: free."""
+        forced = None if self.choices is None else self.choices.experts_of(layer)
+        return None if forced is None else fill(forced)
+
+    def forced_selection(self, layer: int, rows: Rows) -> Tensor | None:
+        """[B, L, K] main keys that the tokens of `rows` select in `layer`; None: free."""
+        forced = None if self.choices is None else self.choices.selection_of(layer)
+        return None if forced is None else rows.pad(forced)
 
     def merge(self, parts: list[Tensor]) -> Tensor:
-        """Put together what each of `rows` computed for its tokens, in the order of the packed tokens."""
+        """Put together what each of `rows` computed for its tokens, in the order of the packed tokens.
+
+        In exact mode they are filled up to whole blocks, as all token-wise values are.
+        """
+        return fill(self._joined(parts))
+
+    def _joined(self, parts: list[Tensor]) -> Tensor:
         if len(parts) == 1 and self._order is None:
             return parts[0]
         joined = torch.cat(parts)
@@ -107,15 +135,13 @@ class Batch:
         """The tokens' rotations ([T, r / 2], [T, 1, r / 2]) with the frequencies of a layer of `ratio`."""
         kind = min(ratio, 1)
         if kind not in self._rotations:
-            rotation = Rotation.at(self.position, frequencies)
+            rotation = Rotation.at(fill(self.position), frequencies)
             self._rotations[kind] = (rotation, rotation.per_head())
         return self._rotations[kind]
 
     @staticmethod
     def of_documents(tokens: PackedTokens, window: int, trace: Trace | None = None) -> Batch:
-        """Documents for training. Raises ValueError when `cu_seqlens` does not cover the tokens, or floors do
-        not fit them.
-        """
+        """Documents for training. Raises ValueError when `cu_seqlens` or floors do not fit the tokens."""
         bounds = tokens.cu_seqlens.tolist()
         total = tokens.token_ids.shape[0]
         lengths = [stop - start for start, stop in pairwise(bounds)]

@@ -17,12 +17,14 @@ from model.balance import BALANCE_SPEED, balance_loss, expert_load, move_bias
 from model.batch import Batch, PackedTokens, Trace
 from model.cache.policy_cache import PolicyCache, Storage
 from model.cache.progress import Span
+from model.choices import FREE, Capture
 from model.config import AttentionMode, PolicyConfig, VisionConfig
 from model.dspark import Drafter
 from model.initialization import initialize
 from model.layers.attention import Globals, RunOptions
 from model.layers.block import Block
 from model.layers.engram_hash import DEAD, EngramHash, look_back
+from model.layers.exact import fill, in_own_mode, matmul
 from model.layers.hyper_connections import collapse
 from model.layers.indexer_loss import Supervision, Variant
 from model.layers.moe import Routing
@@ -58,12 +60,19 @@ class PolicyOutput:
 
 
 class Policy(nn.Module):
-    """The network. `fake_quant` rounds keys as the caches store them, with straight-through gradients."""
+    """The network.
+
+    Attributes:
+        fake_quant: round keys as the caches store them, with straight-through gradients.
+        exact: make a token's result the same bits whatever is computed beside it, in training and from a
+            cache alike; slower.
+    """
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__()
         self.config = config
         self.fake_quant = False
+        self.exact = False
         self.dense_limit = _DENSE_LIMIT
         dtype = getattr(torch, config.dtype)
         self.embed = nn.Module()
@@ -107,11 +116,13 @@ class Policy(nn.Module):
         """Fill all weights from `seed`."""
         initialize(self, seed)
 
+    @in_own_mode
     def forward(
         self,
         tokens: PackedTokens,
         *,
         indexer_loss: bool | Variant = False,
+        capture: Capture | None = None,
         trace: Trace | None = None,
     ) -> PolicyOutput:
         """Run documents for training; nothing is seen across a document's start.
@@ -120,9 +131,17 @@ class Policy(nn.Module):
             tokens: the documents.
             indexer_loss: also compute the indexers' training loss, over each token's own selection (True or
                 "sparse") or over everything selectable ("dense").
+            capture: where to keep what was chosen.
             trace: where to keep intermediate results.
+
+        Raises:
+            ValueError: `tokens.choices` were recorded over other tokens or with another configuration.
         """
         batch = Batch.of_documents(tokens, self.config.sliding_window, trace)
+        batch.follow(tokens.choices, capture)
+        if tokens.choices is not None:
+            experts, chosen = self.config.n_routed_experts, self.config.num_experts_per_tok
+            tokens.choices.check(batch.total, len(self.layers), experts, chosen)
         supervision = None
         if indexer_loss:
             supervision = Supervision("sparse" if indexer_loss is True else indexer_loss)
@@ -131,8 +150,9 @@ class Policy(nn.Module):
         rows = self._document_engram(tokens.token_ids, batch)
         embedded = self._embed(tokens.token_ids, tokens.images)
         streams, weights, routings = self._run(embedded, batch, rows, None, options)
-        hidden = self.norm(collapse(weights, streams))
-        image, experts = batch.image, self.config.n_routed_experts
+        hidden = self.norm(collapse(weights, streams))[: batch.total]
+        image = None if batch.image is None else batch.image[: batch.total]
+        experts = self.config.n_routed_experts
         aux = PolicyAux(
             expert_load=expert_load(routings, experts, None if image is None else ~image),
             image_expert_load=None if image is None else expert_load(routings, experts, image),
@@ -147,12 +167,13 @@ class Policy(nn.Module):
             raise ValueError("this policy has no image tower: its configuration lacks vision_config")
         return self.aligner(self.vision(patches, grid), grid)
 
+    @in_own_mode
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., d] to float32 [..., V]."""
         weight: Tensor = self.head.weight  # pyright: ignore[reportAssignmentType]
         if hidden.dtype is torch.bfloat16:
-            return F.linear(hidden.float(), weight.float())
-        return F.linear(hidden, weight)
+            return matmul(hidden.float(), weight.float())
+        return matmul(hidden, weight)
 
     def new_cache(
         self, max_sequences: int, max_tokens: int, *, storage: Storage = "dense", pages: int | None = None
@@ -181,6 +202,7 @@ class Policy(nn.Module):
         self._pad_id()
         return self._compressed(token_ids, image)[-(self.config.engram_max_ngram_size - 1) :]
 
+    @in_own_mode
     def extend(
         self,
         cache: PolicyCache,
@@ -191,6 +213,7 @@ class Policy(nn.Module):
         decode_from: Tensor | None = None,
         replayed: Tensor | None = None,
         images: ImageTokens | None = None,
+        capture: Capture | None = None,
         trace: Trace | None = None,
     ) -> Tensor:
         """Append tokens to cached sequences: a prefill, a tool's answer or one decoded token each.
@@ -207,6 +230,7 @@ class Policy(nn.Module):
                 already (their windows were lost, see `PolicyCache.adopt`). They are the first ones, and are
                 known to the cache: this only checks that both agree.
             images: the images among the new tokens, with types [B, L].
+            capture: where to keep what was chosen for the new tokens, packed row after row.
             trace: where to keep intermediate results.
 
         Returns:
@@ -231,6 +255,7 @@ class Policy(nn.Module):
         spans = cache.make_room(slot_list, length_list, None if decode_from is None else decode_from.tolist())
         self._check_spans(spans, None if replayed is None else replayed.tolist())
         batch = Batch.of_cached(cache, slots, spans, self.config.sliding_window, trace)
+        batch.follow(None, capture)
         row = batch.rows[0]
         packed = row.unpad(token_ids[:, : row.length])
         options = RunOptions(self.fake_quant, self.dense_limit)
@@ -243,8 +268,9 @@ class Policy(nn.Module):
         cache.advance(slot_list, spans)
         if batch.decoder is None:
             return streams.new_zeros(len(slot_list), self.config.hidden_size)
-        last = batch.decoder.rows[0].last
-        hidden = self.norm(collapse(weights[last], streams[last]))
+        count = len(slot_list) if batch.decoder_rows is None else batch.decoder_rows.shape[0]
+        last = fill(batch.decoder.rows[0].last)
+        hidden = self.norm(collapse(weights[last], streams[last]))[:count]
         if batch.decoder_rows is None:
             return hidden
         every = hidden.new_zeros(len(slot_list), self.config.hidden_size)
@@ -280,7 +306,8 @@ class Policy(nn.Module):
         cache: PolicyCache | None,
         options: RunOptions,
     ) -> tuple[Tensor, Tensor, list[Routing]]:
-        n = self.config.hc_mult
+        n, whole = self.config.hc_mult, batch
+        embedded, rows = fill(embedded), None if rows is None else fill(rows)
         streams = embedded.unsqueeze(1).expand(-1, n, -1).contiguous()
         weights = torch.zeros(embedded.shape[0], n, device=streams.device)
         weights[:, 0] = 1.0
@@ -306,10 +333,28 @@ class Policy(nn.Module):
             elif block.attn.mode is AttentionMode.FULL:
                 shared = block.attn.add_keys(x, batch, cache, options)
             streams, weights, shared, routing = block(streams, x, batch, shared, cache, options)
-            routings.append(routing)
+            routings.append(routing.first(batch.total))
+        if batch.capture is not None:
+            self._capture(batch.capture, whole, routings)
         if features:
             batch.record("main_hidden", torch.cat(features, dim=-1))
         return streams, weights, routings
+
+    def _capture(self, capture: Capture, batch: Batch, routings: list[Routing]) -> None:
+        """Keep what was chosen for all tokens of `batch`, free where the decoder did not run."""
+
+        def whole(chosen: Tensor) -> Tensor:
+            if chosen.shape[0] == batch.total:
+                return chosen
+            assert batch.decoder_tokens is not None
+            every = chosen.new_full((batch.total, chosen.shape[1]), FREE)
+            return every.index_copy_(0, batch.decoder_tokens, chosen)
+
+        ids = [whole(routing.expert_ids) for routing in routings]
+        skipped = [torch.full_like(ids[0], FREE)] * (len(self.layers) - len(ids))
+        capture.expert_ids = torch.stack([*ids, *skipped], dim=1)
+        for layer, chosen in capture.selections.items():
+            capture.selections[layer] = whole(chosen)
 
     def _decoder_keys(
         self, boundary: Tensor, batch: Batch, cache: PolicyCache | None, options: RunOptions
@@ -337,7 +382,7 @@ class Policy(nn.Module):
     def _compressed(self, token_ids: Tensor, image: Tensor | None) -> Tensor:
         """Compressed ids [T], dead where a token belongs to an image."""
         ids = self.token_map[token_ids]  # pyright: ignore[reportOptionalSubscript]
-        return ids if image is None else ids.masked_fill(image, DEAD)
+        return ids if image is None else ids.masked_fill(image[: ids.shape[0]], DEAD)
 
     def _embed(self, token_ids: Tensor, images: ImageTokens | None) -> Tensor:
         """[T, d] of text and images."""
@@ -391,4 +436,4 @@ def _of_decoder(tokens: Tensor | None, *columns: Tensor | None) -> list[Tensor |
     """The decoder's tokens of each of `columns` [T, ...]; None stands for all."""
     if tokens is None:
         return list(columns)
-    return [None if column is None else column.index_select(0, tokens) for column in columns]
+    return [None if column is None else fill(column.index_select(0, tokens)) for column in columns]
