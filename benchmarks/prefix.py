@@ -29,7 +29,7 @@ import torch
 from benchmarks.kv_bytes import CacheBytes, measure
 from benchmarks.prefix_times import LENGTH, Times, measure_times
 from model.cache.page_keys import Fingerprint
-from model.cache.policy_cache import PolicyCache, tokens_of_page
+from model.cache.policy_cache import PolicyCache
 from model.cache.prefix import PrefixStats, PrefixStore, PrefixTiers
 from model.config import PolicyConfig
 
@@ -97,8 +97,8 @@ class Trace:
                 PrefixStore(
                     fingerprint,
                     tiers,
-                    page_tokens=tokens_of_page(_NANO),
-                    replay_tokens=_NANO.sliding_window,
+                    config=_NANO,
+                    replay="bounded",
                     clock=lambda: self.now,
                 )
             )

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from model.cache.page_keys import Fingerprint
-from model.cache.policy_cache import PolicyCache, tokens_of_page
+from model.cache.policy_cache import PolicyCache
 from model.cache.prefix import PrefixStore, PrefixTiers
 from model.config import PolicyConfig
 from model.policy import Policy
@@ -36,14 +36,16 @@ class _Machine:
         self.policy = Policy(config)
         self.policy.fake_quant = True
         self.window = config.sliding_window
-        self.host, self.ids = host_folder, random.Random(0).choices(range(64), k=LENGTH + _NEW)
+        self.config, self.host, self.ids = (
+            config,
+            host_folder,
+            random.Random(0).choices(range(64), k=LENGTH + _NEW),
+        )
         tiers = PrefixTiers(
             host_folder=host_folder, host_bytes=1 << 26, disk_folder=disk_folder, disk_bytes=1 << 26
         )
         fingerprint = Fingerprint.of(config, model="times", version=0, tokenizer="times", numerics={})
-        self.store = PrefixStore(
-            fingerprint, tiers, page_tokens=tokens_of_page(config), replay_tokens=self.window
-        )
+        self.store = PrefixStore(fingerprint, tiers, config=config, replay="bounded")
         self.cache = self.new_cache()
 
     def new_cache(self) -> PolicyCache:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from model.cache.page_file import Entry, Kind
 from model.cache.page_keys import Fingerprint, ImageMark, KeyChain
-from model.cache.policy_cache import PolicyCache
+from model.cache.policy_cache import PolicyCache, tokens_of_page
 from model.cache.state_bytes import (
     fits,
     pack_tail,
@@ -34,6 +34,8 @@ from model.cache.state_bytes import (
     write_pages,
 )
 from model.cache.tiers import Address, Clock, FileTier, TierCounters, memory_backed
+from model.config import PolicyConfig
+from model.replay import Replay, resume_from
 
 _PARTIAL = "partial"
 _NOTED_S = 60.0
@@ -95,6 +97,8 @@ class Hit:
     """Names of the whole pages."""
     tail: Address | None = None
     """The state after `global_tokens`, when their windows are there."""
+    end: int = 0
+    """Tokens of the history that was looked up."""
 
     def __bool__(self) -> bool:
         return self.global_tokens > 0
@@ -171,8 +175,8 @@ class PrefixStore:
         fingerprint: Fingerprint,
         tiers: PrefixTiers,
         *,
-        page_tokens: int,
-        replay_tokens: int | None,
+        config: PolicyConfig,
+        replay: Replay,
         clock: Clock = time.time,
     ) -> None:
         """Open the tiers.
@@ -180,11 +184,13 @@ class PrefixStore:
         Args:
             fingerprint: of the policy. Engines that differ in anything that changes keys need different ones.
             tiers: where to keep entries.
-            page_tokens: `model.cache.policy_cache.tokens_of_page` of the policy.
-            replay_tokens: tokens that are run again when windows are lost; None: never without windows.
+            config: of the policy.
+            replay: how lost windows are filled; "off": keys without windows are no hit.
             clock: tells the time.
         """
-        self.fingerprint, self.page_tokens, self.replay_tokens = fingerprint, page_tokens, replay_tokens
+        self.fingerprint, self.page_tokens = fingerprint, tokens_of_page(config)
+        self._config = config
+        self._replay: Replay = replay
         self.usage = Usage()
         self._clock = clock
         self._seed = fingerprint.digest()
@@ -230,7 +236,7 @@ class PrefixStore:
         """
         chain = self._chain(token_ids, images, max(len(token_ids) - 1, 0))
         held = next((i for i, key in enumerate(chain.pages) if not self._holds(key, cache)), len(chain.pages))
-        hit = self._best(chain, held)
+        hit = self._best(chain, held, len(token_ids))
         self._count(hit, len(token_ids))
         return hit
 
@@ -255,10 +261,8 @@ class PrefixStore:
             self.usage.lost += 1
         if state is not None:
             slot, replay = self._restore(cache, found, state), 0
-        elif self._worth(length):
-            assert self.replay_tokens is not None
-            replay, resume = self.replay_tokens, length - self.replay_tokens
-            slot = cache.adopt(length, resume, look_back(resume), found.held)
+        elif (resume := self._resume(length, hit.end)) > 0:
+            slot, replay = cache.adopt(length, resume, look_back(resume), found.held), length - resume
         else:
             return None
         assert cache.pages is not None
@@ -300,7 +304,9 @@ class PrefixStore:
         if cache.progress(slot).generation != self.fingerprint.version:
             return
         chain = self._chain(token_ids, images, length)
-        self._save_pages(cache, slot, chain, sorted({0, *replay_starts, cache.floors(slot)[0]}))
+        # An exact replay restores windows as they were.
+        last = 0 if self._replay == "exact" else cache.floors(slot)[0]
+        self._save_pages(cache, slot, chain, sorted({0, *replay_starts, last}))
         if length and cache.progress(slot).encoded == length:
             self._save_tail(cache, slot, chain, length)
 
@@ -329,24 +335,22 @@ class PrefixStore:
             return True
         return any(tier.has(_page(key)) for tier in self._page_tiers)
 
-    def _worth(self, length: int) -> bool:
-        """Whether compressed keys alone of `length` tokens save anything."""
-        return self.replay_tokens is not None and length > self.replay_tokens
+    def _resume(self, length: int, end: int) -> int:
+        """Where a history of `end` tokens goes on that has the compressed keys of `length`; 0: anew."""
+        return resume_from(self._config, self._replay, length, end) if length else 0
 
-    def _best(self, chain: KeyChain, held: int) -> Hit:
+    def _best(self, chain: KeyChain, held: int, end: int) -> Hit:
         """The better of two ways to use `held` whole pages: with a tail, or with a replay."""
         length = held * self.page_tokens
-        floor = 1
-        if self._worth(length):
-            assert self.replay_tokens is not None
-            floor = length - self.replay_tokens
+        resume = self._resume(length, end)
+        floor = max(resume, 1)
         for place in range(held, floor // self.page_tokens - 1, -1):
             group = chain.parent(place * self.page_tokens).hex()
-            for end, key in sorted(self._windows.lengths(group).items(), reverse=True):
-                address = Address(Kind.TAIL, key, group, end)
-                if floor <= end <= chain.tokens and chain.tail(end) == key and self._windows.has(address):
-                    return Hit(end, True, tuple(chain.pages[:place]), address)
-        return Hit(length, False, tuple(chain.pages[:held])) if self._worth(length) else Hit(0, False)
+            for at, key in sorted(self._windows.lengths(group).items(), reverse=True):
+                address = Address(Kind.TAIL, key, group, at)
+                if floor <= at <= chain.tokens and chain.tail(at) == key and self._windows.has(address):
+                    return Hit(at, True, tuple(chain.pages[:place]), address, end)
+        return Hit(length, False, tuple(chain.pages[:held]), None, end) if resume else Hit(0, False)
 
     def _count(self, hit: Hit, asked: int) -> None:
         self.usage.lookups += 1

@@ -70,7 +70,7 @@ def test_the_store_writes_what_the_tables_say(memory_folder):
     cache = PolicyCache(config, 1, 200, torch.float32, torch.device("cpu"), "packed", slack=0)
     tiers = PrefixTiers(host_folder=memory_folder, host_bytes=1 << 20, memory_bytes=1 << 24)
     fingerprint = Fingerprint.of(config, model="run", version=0, tokenizer="t", numerics={})
-    store = PrefixStore(fingerprint, tiers, page_tokens=64, replay_tokens=16)
+    store = PrefixStore(fingerprint, tiers, config=config, replay="bounded")
     slot = cache.allocate()
     cache.advance([slot], cache.make_room([slot], [150]))
     store.save(cache, slot, [1] * 150)

@@ -10,6 +10,7 @@ from model.cache.page_keys import Fingerprint, ImageMark
 from model.cache.policy_cache import CacheFull, PolicyCache, tokens_of_page
 from model.cache.prefix import PrefixStore, PrefixTiers
 from model.config import PolicyConfig
+from model.replay import decode_from
 from tests.model.cache.written import append, check
 
 NANO = PolicyConfig.preset("nano")
@@ -42,9 +43,9 @@ def tiers(memory_folder, tmp_path):
     )
 
 
-def store(tiers, clock, fingerprint=BASE, replay_tokens=REPLAY):
-    assert tokens_of_page(NANO) == PAGE
-    return PrefixStore(fingerprint, tiers, page_tokens=PAGE, replay_tokens=replay_tokens, clock=clock)
+def store(tiers, clock, fingerprint=BASE, config=NANO, replay="bounded"):
+    assert tokens_of_page(config) == PAGE and NANO.sliding_window == REPLAY
+    return PrefixStore(fingerprint, tiers, config=config, replay=replay, clock=clock)
 
 
 def cache(pages=40):
@@ -124,16 +125,25 @@ def test_a_tail_far_behind_is_worth_less_than_a_replay(tiers, clock):
     newest.unlink()
     assert ours.lookup(IDS[:400]).global_tokens == 256
     assert not ours.lookup(IDS[:400]).window
-    exact = store(tiers, clock, replay_tokens=None)
-    assert exact.lookup(IDS[:400]).global_tokens == 100 and exact.lookup(IDS[:400]).window
+    off = store(tiers, clock, replay="off")
+    assert off.lookup(IDS[:400]).global_tokens == 100 and off.lookup(IDS[:400]).window
 
 
 def test_keys_that_a_replay_would_cover_anyway_are_no_hit(tiers, clock):
-    ours = store(tiers, clock, replay_tokens=64)
-    save(ours, cache(), IDS[:90])
+    save(store(tiers, clock), cache(), IDS[:90])
     drop_windows(tiers)
-    assert not ours.lookup(IDS[:90])
-    assert store(tiers, clock, replay_tokens=63).lookup(IDS[:90]).global_tokens == 64
+    wide, narrow = (store(tiers, clock, config=replace(NANO, sliding_window=w)) for w in (64, 63))
+    assert not wide.lookup(IDS[:90])
+    assert narrow.lookup(IDS[:90]).global_tokens == 64
+    # Exactly: the decoder runs from 45 tokens before the last one, the encoder from 45 before that.
+    exact = store(tiers, clock, replay="exact")
+    assert not exact.lookup(IDS[:90])
+    save(store(tiers, clock), cache(), IDS[:300])
+    drop_windows(tiers)
+    loaded = exact.load(cache(), exact.lookup(IDS[:500]), none_before)
+    assert (loaded.global_tokens, loaded.replay) == (256, 45)
+    loaded = exact.load(cache(), exact.lookup(IDS[:301]), none_before)
+    assert (loaded.global_tokens, loaded.replay) == (256, 256 - (300 - 45 - 45))
 
 
 @pytest.mark.parametrize(
@@ -305,6 +315,30 @@ def test_the_real_policy_replays_lost_windows_as_if_it_had_kept_the_keys(tiers, 
     assert torch.equal(*ends) and torch.isfinite(ends[0]).all()
     exact = extend(first, slot, IDS[301:350])
     assert not torch.equal(exact, ends[0]) and torch.nn.functional.cosine_similarity(exact, ends[0]) > 0.8
+
+
+def test_an_exact_replay_goes_on_as_if_nothing_was_lost(tiers, clock, nano):
+    nano.fake_quant = nano.exact = True
+    ours = store(tiers, clock, replay="exact")
+    first, second = (nano.new_cache(2, 600, storage="packed") for _ in range(2))
+
+    def extend(cache, slot, ids, end):
+        options = {"decode_from": torch.tensor([decode_from(NANO, "exact", end)])}
+        with torch.inference_mode():
+            return nano.extend(
+                cache, torch.tensor([slot]), torch.tensor([ids]), torch.tensor([len(ids)]), **options
+            )
+
+    slot = first.allocate()
+    extend(first, slot, IDS[:301], 301)
+    ours.save(first, slot, IDS[:301])
+    drop_windows(tiers)
+    drop_host(tiers)
+    kept = extend(first, slot, IDS[301:350], 350)
+    loaded = ours.load(second, ours.lookup(IDS[:350]), lambda at: nano.look_back_ids(torch.tensor(IDS[:at])))
+    begin = loaded.global_tokens - loaded.replay
+    assert 0 < begin < loaded.global_tokens == 256 and loaded.replay_starts == ()
+    assert torch.equal(kept, extend(second, loaded.slot, IDS[begin:350], 350))
 
 
 def test_a_dense_cache_and_other_tokens_are_refused(tiers, clock, nano):

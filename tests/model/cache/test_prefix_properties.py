@@ -14,7 +14,7 @@ from model.config import PolicyConfig
 from tests.model.cache.written import append, check
 
 NANO = PolicyConfig.preset("nano")
-SLOTS, PAGES, PAGE, REPLAY, LONGEST = 5, 14, 64, 20, 330
+SLOTS, PAGES, PAGE, REPLAY, LONGEST = 5, 14, 64, 16, 330
 
 
 class World:
@@ -45,7 +45,7 @@ class World:
     def open(self, engine, version):
         fingerprint = Fingerprint.of(NANO, model="run", version=version, tokenizer="t", numerics={})
         self.stores[engine] = PrefixStore(
-            fingerprint, self.tiers, page_tokens=PAGE, replay_tokens=REPLAY, clock=lambda: self.now
+            fingerprint, self.tiers, config=NANO, replay="bounded", clock=lambda: self.now
         )
 
     def history(self, engine):
