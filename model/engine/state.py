@@ -139,8 +139,7 @@ def unpack(state: RequestState, request_id: int) -> Pending:
             start,
             None if header["floor"] is None else _pair(header["floor"]),
             header["replayed"],
-            before
-            and Past(tensors["before.token_ids"].numpy(), _pair(before["floor"]), before["replayed"]),
+            before and Past(tensors["before.token_ids"].numpy(), _pair(before["floor"]), before["replayed"]),
             caches or None,
             int(header["cached"]),
             header["mixed"],
