@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from model.policy import PackedTokens, Policy
+from model.rows import Rows
 
 LENGTHS = [41, 1, 33, 7, 2, 19]
 """Lengths that fall into several buckets and fill no block."""
@@ -56,18 +57,21 @@ def new_cache(policy, storage="dense"):
 
 
 def contents(policy, cache, slot):
-    """Everything the cache holds of a sequence, as floats."""
-    slots, config = torch.tensor([slot]), policy.config
-    length = cache.length(slot)
-    filled = torch.arange(max(0, length - config.sliding_window), length) % config.sliding_window
-    kept = [cache.windows.gather(layer, slots)[0, filled] for layer in range(config.num_hidden_layers)]
+    """Everything the cache holds of a sequence that later tokens can read, as floats."""
+    slots, config, length = torch.tensor([slot]), policy.config, cache.length(slot)
+    window, device = config.sliding_window, torch.device("cpu")
+    rows = Rows([length], [1], [0], 1, window, device, cache.target(slots))
+    reached = min(length, window - 1)
+    kept = [cache.windows.gather(layer, rows)[0, -reached:] for layer in range(config.num_hidden_layers)]
     for layer, main in cache.main.items():
         groups = length // config.ratio(layer)
         kept += [main.gather(slots, groups).dense()[0]] if groups else []
         kept += [cache.index_keys[layer].gather(slots, groups).dense()[0]] if groups else []
     for layer, pending in cache.pending.items():
-        kept.append(pending[slot, : length % config.ratio(layer)])
-    return [*kept, cache.tail[slot]]
+        still_open = torch.arange(length - length % config.ratio(layer), length)
+        kept.append(pending[slot, still_open % pending.shape[1]])
+    looked_back = torch.arange(max(0, length - cache.reach), length)
+    return [*kept, cache.tail[slot, looked_back % cache.tail.shape[1]]]
 
 
 def assert_same(ours, theirs):
