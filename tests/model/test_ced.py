@@ -1,6 +1,5 @@
 """The decoder's keys come from the encoder's output, and it may leave out tokens nobody asks it about."""
 
-import random
 from dataclasses import replace
 
 import pytest
