@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from model.cache.progress import Span
-from model.choices import Capture, Choices
+from model.choices import FREE, Capture, Choices
 from model.layers.exact import fill
 from model.layers.rope import Rotation
 from model.rows import Rows
@@ -82,6 +82,7 @@ class Batch:
         """[T] bool, true on tokens of image spans; None: text only."""
         self.choices: Choices | None = None
         self.capture: Capture | None = None
+        self._encoder: Batch | None = None
         self.decoder: Batch | None = self
         """What the decoder runs; None: nothing."""
         self.decoder_tokens: Tensor | None = None
@@ -97,16 +98,31 @@ class Batch:
 
     def mark_images(self, images: ImageTokens | None) -> None:
         """Tell the layers which tokens belong to images."""
-        self.image = None if images is None else fill(images.types >= 0)
-        if images is not None and self.decoder is not None and self.decoder is not self:
-            types, tokens = images.types, self.decoder_tokens
-            self.decoder.image = fill((types if tokens is None else types.index_select(0, tokens)) >= 0)
+        self.image = None if images is None else images.types >= 0
+        if self.image is not None and self.decoder is not None and self.decoder is not self:
+            image, tokens = self.image, self.decoder_tokens
+            self.decoder.image = image if tokens is None else image.index_select(0, tokens)
 
-    def follow(self, choices: Choices | None, capture: Capture | None) -> None:
-        """Tell the layers what to choose, and where to keep what they chose."""
-        for batch in (self, self.decoder):
-            if batch is not None:
-                batch.choices, batch.capture = choices, capture
+    @property
+    def image_rows(self) -> Tensor | None:
+        """`image` for the rows that token-wise layers compute: in exact mode filled up to whole blocks."""
+        return None if self.image is None else fill(self.image)
+
+    def replay(self, choices: Choices | None, capture: Capture | None) -> None:
+        """Tell the layers what to choose, and where to keep what is chosen."""
+        self.choices, self.capture = choices, capture
+        if self.decoder is not None and self.decoder is not self:
+            tokens = self.decoder_tokens
+            self.decoder.choices = choices if choices is None or tokens is None else choices.take(tokens)
+            self.decoder.capture, self.decoder._encoder = capture, self
+
+    def among_all(self, chosen: Tensor) -> Tensor:
+        """[T', k] choices for the decoder's tokens to [T, k], free where it did not run a token."""
+        chosen = chosen[: self.total]
+        if self._encoder is None or self._encoder.decoder_tokens is None:
+            return chosen
+        every = chosen.new_full((self._encoder.total, chosen.shape[1]), FREE)
+        return every.index_copy_(0, self._encoder.decoder_tokens, chosen)
 
     def forced_experts(self, layer: int) -> Tensor | None:
         """[T, k] experts of `layer` to go to; None: free."""
@@ -141,7 +157,9 @@ class Batch:
 
     @staticmethod
     def of_documents(tokens: PackedTokens, window: int, trace: Trace | None = None) -> Batch:
-        """Documents for training. Raises ValueError when `cu_seqlens` or floors do not fit the tokens."""
+        """Documents for training. Raises ValueError when `cu_seqlens` does not cover the tokens, or floors do
+        not fit them.
+        """
         bounds = tokens.cu_seqlens.tolist()
         total = tokens.token_ids.shape[0]
         lengths = [stop - start for start, stop in pairwise(bounds)]

@@ -58,6 +58,14 @@ class Choices:
             None if selections is None else {layer: index[:tokens] for layer, index in selections.items()},
         )
 
+    def take(self, tokens: Tensor) -> Choices:
+        """Those of the tokens numbered `tokens` [m]."""
+        selections = self.selections
+        return Choices(
+            None if self.expert_ids is None else self.expert_ids[tokens],
+            None if selections is None else {layer: index[tokens] for layer, index in selections.items()},
+        )
+
     def to(self, device: torch.device) -> Choices:
         """The same on `device`."""
         selections = self.selections

@@ -17,7 +17,7 @@ from model.balance import BALANCE_SPEED, balance_loss, expert_load, move_bias
 from model.batch import Batch, PackedTokens, Trace
 from model.cache.policy_cache import PolicyCache, Storage
 from model.cache.progress import Span
-from model.choices import FREE, Capture
+from model.choices import FREE, Capture, Choices
 from model.config import AttentionMode, PolicyConfig, VisionConfig
 from model.dspark import Drafter
 from model.initialization import initialize
@@ -138,10 +138,7 @@ class Policy(nn.Module):
             ValueError: `tokens.choices` were recorded over other tokens or with another configuration.
         """
         batch = Batch.of_documents(tokens, self.config.sliding_window, trace)
-        batch.follow(tokens.choices, capture)
-        if tokens.choices is not None:
-            experts, chosen = self.config.n_routed_experts, self.config.num_experts_per_tok
-            tokens.choices.check(batch.total, len(self.layers), experts, chosen)
+        batch.replay(self._checked(tokens.choices, batch), capture)
         supervision = None
         if indexer_loss:
             supervision = Supervision("sparse" if indexer_loss is True else indexer_loss)
@@ -151,8 +148,7 @@ class Policy(nn.Module):
         embedded = self._embed(tokens.token_ids, tokens.images)
         streams, weights, routings = self._run(embedded, batch, rows, None, options)
         hidden = self.norm(collapse(weights, streams))[: batch.total]
-        image = None if batch.image is None else batch.image[: batch.total]
-        experts = self.config.n_routed_experts
+        image, experts = batch.image, self.config.n_routed_experts
         aux = PolicyAux(
             expert_load=expert_load(routings, experts, None if image is None else ~image),
             image_expert_load=None if image is None else expert_load(routings, experts, image),
@@ -213,6 +209,7 @@ class Policy(nn.Module):
         decode_from: Tensor | None = None,
         replayed: Tensor | None = None,
         images: ImageTokens | None = None,
+        choices: Choices | None = None,
         capture: Capture | None = None,
         trace: Trace | None = None,
     ) -> Tensor:
@@ -230,7 +227,8 @@ class Policy(nn.Module):
                 already (their windows were lost, see `PolicyCache.adopt`). They are the first ones, and are
                 known to the cache: this only checks that both agree.
             images: the images among the new tokens, with types [B, L].
-            capture: where to keep what was chosen for the new tokens, packed row after row.
+            choices: what to choose for the new tokens, packed row after row.
+            capture: where to keep what was chosen for them.
             trace: where to keep intermediate results.
 
         Returns:
@@ -255,7 +253,7 @@ class Policy(nn.Module):
         spans = cache.make_room(slot_list, length_list, None if decode_from is None else decode_from.tolist())
         self._check_spans(spans, None if replayed is None else replayed.tolist())
         batch = Batch.of_cached(cache, slots, spans, self.config.sliding_window, trace)
-        batch.follow(None, capture)
+        batch.replay(self._checked(choices, batch), capture)
         row = batch.rows[0]
         packed = row.unpad(token_ids[:, : row.length])
         options = RunOptions(self.fake_quant, self.dense_limit)
@@ -268,9 +266,9 @@ class Policy(nn.Module):
         cache.advance(slot_list, spans)
         if batch.decoder is None:
             return streams.new_zeros(len(slot_list), self.config.hidden_size)
-        count = len(slot_list) if batch.decoder_rows is None else batch.decoder_rows.shape[0]
-        last = fill(batch.decoder.rows[0].last)
-        hidden = self.norm(collapse(weights[last], streams[last]))[:count]
+        rows = batch.decoder.rows[0]
+        last = fill(rows.last)
+        hidden = self.norm(collapse(weights[last], streams[last]))[: rows.count]
         if batch.decoder_rows is None:
             return hidden
         every = hidden.new_zeros(len(slot_list), self.config.hidden_size)
@@ -287,6 +285,21 @@ class Policy(nn.Module):
                 f"of the new tokens {counted} are counted in the cache already, not {replayed}: begin at the "
                 "position the slot was adopted to resume from, and leave out `replayed` or count from there"
             )
+
+    def _checked(self, choices: Choices | None, batch: Batch) -> Choices | None:
+        if choices is not None:
+            experts, chosen = self.config.n_routed_experts, self.config.num_experts_per_tok
+            choices.check(batch.total, len(self.layers), experts, chosen)
+        return choices
+
+    def _complete(self, capture: Capture, chosen: list[Tensor]) -> None:
+        """Put together what the layers chose; those that no token ran through chose nothing."""
+        skipped = len(self.layers) - len(chosen)
+        capture.expert_ids = torch.stack(chosen + [torch.full_like(chosen[0], FREE)] * skipped, dim=1)
+        if capture.selections_too:
+            nothing = chosen[0].new_full((chosen[0].shape[0], self.config.index_topk), FREE)
+            missing = self.config.index_source_layer_ids
+            capture.selections = {layer: capture.selections.get(layer, nothing) for layer in missing}
 
     def update_balance(
         self, load: Tensor, image_load: Tensor | None = None, speed: float = BALANCE_SPEED
@@ -306,7 +319,7 @@ class Policy(nn.Module):
         cache: PolicyCache | None,
         options: RunOptions,
     ) -> tuple[Tensor, Tensor, list[Routing]]:
-        n, whole = self.config.hc_mult, batch
+        n = self.config.hc_mult
         embedded, rows = fill(embedded), None if rows is None else fill(rows)
         streams = embedded.unsqueeze(1).expand(-1, n, -1).contiguous()
         weights = torch.zeros(embedded.shape[0], n, device=streams.device)
@@ -314,6 +327,7 @@ class Policy(nn.Module):
         shared = [Globals() for _ in batch.rows]
         keys: dict[int, list[Globals]] = {}
         routings: list[Routing] = []
+        chosen, capture = [], batch.capture
         features: list[Tensor] = []
         for block in self.blocks:
             streams = block.inject(streams, batch, rows)
@@ -334,27 +348,13 @@ class Policy(nn.Module):
                 shared = block.attn.add_keys(x, batch, cache, options)
             streams, weights, shared, routing = block(streams, x, batch, shared, cache, options)
             routings.append(routing.first(batch.total))
-        if batch.capture is not None:
-            self._capture(batch.capture, whole, routings)
+            if batch.capture is not None:
+                chosen.append(batch.among_all(routing.expert_ids))
+        if capture is not None:
+            self._complete(capture, chosen)
         if features:
             batch.record("main_hidden", torch.cat(features, dim=-1))
         return streams, weights, routings
-
-    def _capture(self, capture: Capture, batch: Batch, routings: list[Routing]) -> None:
-        """Keep what was chosen for all tokens of `batch`, free where the decoder did not run."""
-
-        def whole(chosen: Tensor) -> Tensor:
-            if chosen.shape[0] == batch.total:
-                return chosen
-            assert batch.decoder_tokens is not None
-            every = chosen.new_full((batch.total, chosen.shape[1]), FREE)
-            return every.index_copy_(0, batch.decoder_tokens, chosen)
-
-        ids = [whole(routing.expert_ids) for routing in routings]
-        skipped = [torch.full_like(ids[0], FREE)] * (len(self.layers) - len(ids))
-        capture.expert_ids = torch.stack([*ids, *skipped], dim=1)
-        for layer, chosen in capture.selections.items():
-            capture.selections[layer] = whole(chosen)
 
     def _decoder_keys(
         self, boundary: Tensor, batch: Batch, cache: PolicyCache | None, options: RunOptions
@@ -382,7 +382,7 @@ class Policy(nn.Module):
     def _compressed(self, token_ids: Tensor, image: Tensor | None) -> Tensor:
         """Compressed ids [T], dead where a token belongs to an image."""
         ids = self.token_map[token_ids]  # pyright: ignore[reportOptionalSubscript]
-        return ids if image is None else ids.masked_fill(image[: ids.shape[0]], DEAD)
+        return ids if image is None else ids.masked_fill(image, DEAD)
 
     def _embed(self, token_ids: Tensor, images: ImageTokens | None) -> Tensor:
         """[T, d] of text and images."""
@@ -436,4 +436,5 @@ def _of_decoder(tokens: Tensor | None, *columns: Tensor | None) -> list[Tensor |
     """The decoder's tokens of each of `columns` [T, ...]; None stands for all."""
     if tokens is None:
         return list(columns)
-    return [None if column is None else fill(column.index_select(0, tokens)) for column in columns]
+    tokens = fill(tokens)
+    return [None if column is None else column.index_select(0, tokens) for column in columns]

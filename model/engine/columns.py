@@ -74,6 +74,6 @@ class Columns:
         mask = count if self.sampling_mask is None else len(self.sampling_mask)
         if not count == len(self.full_logprobs) == len(self.states) == mask:
             raise RequestError(
-                f"the columns of a turn have different lengths: {count} tokens, {len(self.full_logprobs)} full "
-                f"log-probabilities, {len(self.states)} states, {mask} sampling masks"
+                f"the columns of a turn have different lengths: {count} tokens, {len(self.full_logprobs)} "
+                f"full log-probabilities, {len(self.states)} states, {mask} sampling masks"
             )

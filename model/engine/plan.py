@@ -12,7 +12,7 @@ from model.engine.rows import Rows
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Rows that decode one token each, int64 [n], and batches of rows [b] with their tokens to prefill [b]."""
+    """Rows that decode a token each, int64 [n], and batches of rows [b] with their tokens to prefill [b]."""
 
     decoding: np.ndarray
     prefill: list[tuple[np.ndarray, np.ndarray]]
@@ -26,9 +26,7 @@ class StepPlan:
         return rows, new
 
 
-def split_prefill(
-    rows: Rows, prefilling: list[int], budget: int
-) -> list[tuple[np.ndarray, np.ndarray]]:
+def split_prefill(rows: Rows, prefilling: list[int], budget: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """Splits `budget` tokens of prefill over rows, max-min fairly; rows with similar shares go together."""
     numbers = np.array(prefilling, np.int64)
     missing = rows.length[numbers] - rows.cached[numbers]

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 
-Replay = Literal["bounded", "exact", "off"]
-"""How much of a prompt the decoder runs: the last window; all that its last window depends on; everything."""
+from model.replay import Replay, decode_from
 
 Floor = tuple[int, int]
 """First positions whose window keys the encoder and the decoder see."""
@@ -28,25 +27,22 @@ _MOST_REMEMBERED = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class ReplayRule:
-    """The floor of a prefill. `window` tokens a layer, `depth` layers of the decoder."""
+    """The floor of a prefill under a replay mode."""
 
     mode: Replay
-    window: int = 0
-    depth: int = 0
+    config: Any
 
     @staticmethod
     def of(mode: Replay, config: Any) -> ReplayRule:
         """The rule for a policy. Raises ValueError when the mode is unknown, or the policy has no decoder."""
         if mode not in get_args(Replay):
             raise ValueError(f"replay is one of {', '.join(get_args(Replay))}, not {mode!r}")
-        if mode == "off":
-            return ReplayRule("off")
-        if config.decoder_start is None:
+        if mode != "off" and config.decoder_start is None:
             raise ValueError(
                 f"replay={mode!r} needs a decoder, and this policy has no KV source in its upper half: "
                 "use replay='off'"
             )
-        return ReplayRule(mode, config.sliding_window, config.num_hidden_layers - config.decoder_start)
+        return ReplayRule(mode, config)
 
     def floor(self, before: Floor | None, sampled: int, length: int) -> Floor:
         """The floors of a prefill up to `length`.
@@ -58,8 +54,7 @@ class ReplayRule:
         """
         if self.mode == "off":
             return NO_FLOOR
-        reach = self.window if self.mode == "bounded" else self.depth * (self.window - 1) + 1
-        begin = max(0, length - reach)
+        begin = decode_from(self.config, self.mode, length)
         if before is None:
             return (0, begin)
         return before if begin <= sampled else (before[0], begin)
@@ -71,8 +66,9 @@ class ReplayRule:
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """A session's tokens int32 [n] up to the last sampled one, the floors they were sampled with, and whether
-    these windows had been replayed.
+    """A session's tokens int32 [n] up to the last sampled one, and the floors these were sampled with.
+
+    `replayed` says whether those were others than the tokens before had been sampled with.
     """
 
     token_ids: np.ndarray

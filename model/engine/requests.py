@@ -127,7 +127,7 @@ class Pending:
     Attributes:
         history: int32 [n], the prompt and what was sampled of the turn.
         start: Where the turn begins in it.
-        floor: The floors of a sequence that was being served already; None: its prefill is still to be planned.
+        floor: The floors of a sequence that was being served already; None: still to be planned.
         replayed: Whether tokens of this sequence are flagged as replayed.
         before: What the session goes back to when the turn ends before its first token.
         caches: Caches of the first `cached` tokens as a cache exports them, if they come with the request.
@@ -203,8 +203,9 @@ def _check_images(images: ImageTokens | None, size: int) -> None:
     rows = int((images.types == TokenType.IMAGE).sum())
     if images.types.shape != (size,) or images.rows.ndim != 2 or images.rows.shape[0] != rows:
         raise ImageError(
-            f"{tuple(images.types.shape)} types and {tuple(images.rows.shape)} image rows do not fit a history "
-            f"of {size} tokens with {rows} image tokens: give a type for each token and a row for each image token"
+            f"{tuple(images.types.shape)} types and {tuple(images.rows.shape)} image rows do not fit a "
+            f"history of {size} tokens with {rows} image tokens: give a type for each token and a row for "
+            "each image token"
         )
 
 

@@ -134,7 +134,9 @@ class Rows:
         if masks:
             mask = SamplingMask.of_rows([masks.get(place, ()) for place in range(start, stop)])
         columns = (self.token_ids, self.logprobs, self.versions, self.full_logprobs, self.states)
-        return Columns(*(column[row, start:stop].copy() for column in columns), experts, mask, self.starts[row])
+        return Columns(
+            *(column[row, start:stop].copy() for column in columns), experts, mask, self.starts[row]
+        )
 
     def past(self, row: int) -> Past | None:
         """What to remember of the row's session when its caches go."""

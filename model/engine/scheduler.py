@@ -68,7 +68,7 @@ class Scheduler:
     `running` rows decode, `prefilling` rows are being computed, `ready` rows wait to be handed over.
     """
 
-    def __init__(self, rows: Rows, cache: Cache, *, max_running: int, rule: ReplayRule | None = None) -> None:
+    def __init__(self, rows: Rows, cache: Cache, *, max_running: int, rule: ReplayRule) -> None:
         self.rows = rows
         self.max_running = max_running
         self.waiting: deque[Pending] = deque()
@@ -79,7 +79,7 @@ class Scheduler:
         self.evictions = 0
         self.preemptions = 0
         self.forks = 0
-        self._rule = rule or ReplayRule("off")
+        self._rule = rule
         self._gathered = 0
         self._cache = cache
         self._free = list(range(rows.count - 1, -1, -1))

@@ -1,8 +1,8 @@
-"""The state of one request in transit: to a file, or to another engine, where it goes on with the same tokens.
+"""The state of one request on its way to a file or another engine, where it goes on with the same tokens.
 
 A state holds all that the next token depends on (tokens, caches, how to sample; the random draw's counter is
-the position) and all that was recorded (log-probabilities, versions, experts, masks). Its bytes are those of a
-safetensors file whose metadata holds the rest as JSON: nothing in it is ever executed.
+the position) and all that was recorded (log-probabilities, versions, experts, masks). Its bytes are those of
+a safetensors file whose metadata holds the rest as JSON: nothing in it is ever executed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CACHE = "cache."
 
 @dataclass(frozen=True, slots=True)
 class RequestState:
-    """One request at a token boundary. `header` is JSON: scalars, strings, lists; `tensors` are on the host."""
+    """One request at a token boundary. `header` is plain JSON, `tensors` are on the host."""
 
     header: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -139,8 +139,7 @@ def unpack(state: RequestState, request_id: int) -> Pending:
             start,
             None if header["floor"] is None else _pair(header["floor"]),
             header["replayed"],
-            before
-            and Past(tensors["before.token_ids"].numpy(), _pair(before["floor"]), before["replayed"]),
+            before and Past(tensors["before.token_ids"].numpy(), _pair(before["floor"]), before["replayed"]),
             caches or None,
             int(header["cached"]),
             header["mixed"],

@@ -222,7 +222,7 @@ class Attention(nn.Module):
         for rows, known in zip(batch.rows, handed_on, strict=True):
             assert known.selection is not None
             listed.append(rows.unpad(known.selection.sorted_index(self.top_k)))
-        capture.selections[self.layer] = batch.merge(listed)[: batch.total]
+        capture.selections[self.layer] = batch.among_all(batch.merge(listed))
 
     def _record_choice(self, trace: Trace, choice: Choice, candidates: Tensor | None) -> None:
         name = f"layers.{self.layer}."

@@ -45,10 +45,16 @@ class Run(Section):
 
 
 class Model(Section):
-    """The policy to start from: a preset's fresh weights, or a checkpoint folder (`path`)."""
+    """The policy to start from: a preset's fresh weights, or a checkpoint folder (`path`).
+
+    Attributes:
+        exact: trainer and sampler compute every token's log-probability to the same last bit, whatever is
+            batched, chunked or interrupted; slower (`benchmarks.exact`).
+    """
 
     preset: str = "nano"
     path: str = ""
+    exact: bool = False
 
 
 class Env(Section):

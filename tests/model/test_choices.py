@@ -94,6 +94,41 @@ def test_capture_in_a_cache_sees_the_choices_of_the_training_forward(nano, docum
         assert torch.equal(capture.selections[layer], index)
 
 
+def test_a_layer_that_a_token_did_not_run_through_chose_nothing(nano, documents):
+    document, start = documents[0], nano.config.decoder_start
+    _, whole = chosen(nano, pack([document]))
+    cache, parts = nano.new_cache(1, 80), []
+    slots = torch.tensor([cache.allocate()])
+    with torch.no_grad():
+        for begin, end in ((0, 20), (20, 45)):
+            capture = Capture(selections_too=True)
+            ids, lengths = document[None, begin:end], torch.tensor([end - begin])
+            nano.extend(cache, slots, ids, lengths, decode_from=torch.tensor([30]), capture=capture)
+            parts.append(capture)
+    experts = torch.cat([part.expert_ids for part in parts])
+    assert torch.equal(experts[:, :start], whole.expert_ids[:, :start])
+    assert (experts[:30, start:] == FREE).all() and (experts[30:, start:] != FREE).all()
+    for layer in nano.config.index_source_layer_ids:
+        index = torch.cat([part.selections[layer] for part in parts])
+        assert index.shape == whole.selections[layer].shape
+        assert (index[:30] == FREE).all() == (layer >= start)
+    nano(pack([document], Choices(experts)))
+
+
+def test_choices_can_be_forced_in_a_cache_too(nano, documents):
+    document = documents[0]
+    _, own = chosen(nano, pack([document]))
+    wanted = Choices((own.expert_ids + 1) % 4, own.selections)
+    cache, capture = nano.new_cache(1, 80), Capture(selections_too=True)
+    ids, lengths = document[None], torch.tensor([45])
+    with torch.no_grad():
+        slots = torch.tensor([cache.allocate()])
+        hidden = nano.extend(cache, slots, ids, lengths, choices=wanted, capture=capture)
+        expected = nano(pack([document], wanted)).hidden[-1]
+    assert torch.equal(capture.expert_ids, wanted.expert_ids)
+    torch.testing.assert_close(hidden[0], expected, rtol=1e-4, atol=1e-5)
+
+
 def test_forced_experts_are_weighted_by_their_affinities_and_pass_gradients(nano, documents):
     router, x = nano.blocks[2].ffn.gate, torch.randn(6, 64)
     forced = torch.tensor([[3, 0], [1, 2], [FREE, FREE], [0, 1], [2, 3], [FREE, FREE]])

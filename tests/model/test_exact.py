@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from model.batch import floors_from_starts
 from model.policy import PackedTokens, Policy
 from model.rows import Rows
 
@@ -43,12 +44,12 @@ def logprobs_of(policy, hidden):
         return policy.logits(hidden).log_softmax(-1)
 
 
-def extend(policy, cache, slots, chunks, padding=0):
+def extend(policy, cache, slots, chunks, padding=0, decode_from=None):
     ids = torch.nn.utils.rnn.pad_sequence(chunks, batch_first=True, padding_value=5)
     ids = torch.nn.functional.pad(ids, (0, padding), value=9)
     lengths = torch.tensor([len(chunk) for chunk in chunks])
     with torch.no_grad():
-        return policy.extend(cache, torch.tensor(slots), ids, lengths)
+        return policy.extend(cache, torch.tensor(slots), ids, lengths, decode_from=decode_from)
 
 
 def new_cache(policy, storage="dense"):
@@ -57,24 +58,21 @@ def new_cache(policy, storage="dense"):
 
 
 def contents(policy, cache, slot):
-    """Everything the cache holds of a sequence, as floats."""
-    slots, config = torch.tensor([slot]), policy.config
-    length = cache.length(slot)
-    window = config.sliding_window
-    rows = Rows([length], [1], [0], 1, window, slots.device, cache.target(slots))
-    reached = slice(max(0, window - 1 - length), None)
-
-    def last(count, entries):
-        return torch.arange(max(0, length - count), length) % entries
-
-    kept = [cache.windows.gather(layer, rows)[0, reached] for layer in range(config.num_hidden_layers)]
+    """Everything the cache holds of a sequence that later tokens can read, as floats."""
+    slots, config, length = torch.tensor([slot]), policy.config, cache.length(slot)
+    window, device = config.sliding_window, torch.device("cpu")
+    rows = Rows([length], [1], [0], 1, window, device, cache.target(slots))
+    reached = min(length, window - 1)
+    kept = [cache.windows.gather(layer, rows)[0, -reached:] for layer in range(config.num_hidden_layers)]
     for layer, main in cache.main.items():
         groups = length // config.ratio(layer)
         kept += [main.gather(slots, groups).dense()[0]] if groups else []
         kept += [cache.index_keys[layer].gather(slots, groups).dense()[0]] if groups else []
     for layer, pending in cache.pending.items():
-        kept.append(pending[slot, last(length % config.ratio(layer), pending.shape[1])])
-    return [*kept, cache.tail[slot, last(cache.reach, cache.tail.shape[1])]]
+        still_open = torch.arange(length - length % config.ratio(layer), length)
+        kept.append(pending[slot, still_open % pending.shape[1]])
+    looked_back = torch.arange(max(0, length - cache.reach), length)
+    return [*kept, cache.tail[slot, looked_back % cache.tail.shape[1]]]
 
 
 def assert_same(ours, theirs):
@@ -175,6 +173,36 @@ def test_a_fork_and_a_recomputed_sequence_go_on_alike(nano, storage):
     assert_same(contents(nano, cache, copy), contents(nano, cache, again))
     expected = trained(nano, [torch.cat([prompt, first])])[0]
     assert torch.equal(together[1], expected[-1])
+
+
+@pytest.mark.parametrize(("name", "fake_quant"), [("nano", True), ("three_sources", False)])
+def test_a_decoder_that_skips_tokens_equals_a_training_forward_with_its_floors(request, name, fake_quant):
+    policy = make(name, request, fake_quant=fake_quant)
+    documents = draw_documents([37, 60, 12], seed=6)
+    skipped, prefilled = [21, 44, 0], [30, 50, 12]
+    floors = [floors_from_starts(len(d), [(0, s)]) for d, s in zip(documents, skipped, strict=True)]
+    with torch.no_grad():
+        tokens = replace(pack(documents), window_floors=torch.cat(floors))
+        expected = policy(tokens).hidden.split([len(document) for document in documents])
+    kept = []
+    for size in (64, 7, 3):
+        cache = new_cache(policy)
+        slots = [cache.allocate() for _ in documents]
+        done = [0] * 3
+        while active := [i for i in range(3) if done[i] < prefilled[i]]:
+            ends = {i: min(done[i] + size + i, prefilled[i]) for i in active}
+            chunks = [documents[i][done[i] : ends[i]] for i in active]
+            start = torch.tensor([skipped[i] for i in active])
+            hidden = extend(policy, cache, [slots[i] for i in active], chunks, decode_from=start)
+            for i, row in zip(active, hidden, strict=True):
+                done[i] = ends[i]
+                assert torch.equal(row, expected[i][ends[i] - 1] if ends[i] > skipped[i] else row * 0)
+        rest = [document[end:] for document, end in zip(documents[:2], prefilled, strict=False)]
+        hidden = extend(policy, cache, slots[:2], rest)
+        assert_same(list(hidden), [expected[0][-1], expected[1][-1]])
+        kept.append([each for slot in slots for each in contents(policy, cache, slot)])
+    assert_same(kept[1], kept[0])
+    assert_same(kept[2], kept[0])
 
 
 @pytest.mark.parametrize("name", ["nano", "three_sources"])
