@@ -80,8 +80,6 @@ class PolicyCache:
             )
         self.max_sequences, self.max_tokens, self.slack = max_sequences, max_tokens, slack
         self.device, self.storage = device, storage
-        self.generation = 0
-        """Version of the weights that compute from now on; whoever updates them sets it."""
         self.whole_groups = lcm(*(config.ratio(layer) for layer in config.kv_source_layer_ids))
         """Compressed keys alone can stand for a multiple of so many tokens: no group is open there."""
         ring = WindowRing if storage == "dense" else PackedWindowRing
@@ -110,7 +108,7 @@ class PolicyCache:
         if not self._free:
             raise CacheFull(f"all {self.max_sequences} slots are taken: free one, or make the cache larger")
         slot = self._free.pop()
-        self._progress[slot] = Progress(generation=self.generation)
+        self._progress[slot] = Progress()
         if self.pages is not None:
             self.pages.clear(slot)
         return slot
@@ -180,7 +178,7 @@ class PolicyCache:
         slot = self.allocate()
         if self.pages is not None and held is not None:
             self.pages.lay(slot, held)
-        self._progress[slot] = replace(progress, generation=self.generation)
+        self._progress[slot] = replace(progress)
         return slot
 
     def fork(self, slot: int) -> int:

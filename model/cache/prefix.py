@@ -98,7 +98,7 @@ class Hit:
     tail: Address | None = None
     """The state after `global_tokens`, when their windows are there."""
     end: int = 0
-    """Tokens of the history that was looked up."""
+    """Length for which the decoder's start was planned."""
 
     def __bool__(self) -> bool:
         return self.global_tokens > 0
@@ -189,8 +189,8 @@ class PrefixStore:
             clock: tells the time.
         """
         self.fingerprint, self.page_tokens = fingerprint, tokens_of_page(config)
-        self._config = config
-        self._replay: Replay = replay
+        self.config = config
+        self.replay: Replay = replay
         self.usage = Usage()
         self._clock = clock
         self._seed = fingerprint.digest()
@@ -225,7 +225,12 @@ class PrefixStore:
             tier.move_to(version)
 
     def lookup(
-        self, token_ids: TokenIds, images: Sequence[ImageMark] = (), *, cache: PolicyCache | None = None
+        self,
+        token_ids: TokenIds,
+        images: Sequence[ImageMark] = (),
+        *,
+        cache: PolicyCache | None = None,
+        end: int | None = None,
     ) -> Hit:
         """The longest beginning of a history that need not be computed; its last token always is.
 
@@ -233,10 +238,11 @@ class PrefixStore:
             token_ids: the history.
             images: the images in it.
             cache: also look for pages still there.
+            end: length for which the decoder's start was planned; None: that of the history.
         """
         chain = self._chain(token_ids, images, max(len(token_ids) - 1, 0))
         held = next((i for i, key in enumerate(chain.pages) if not self._holds(key, cache)), len(chain.pages))
-        hit = self._best(chain, held, len(token_ids))
+        hit = self._best(chain, held, len(token_ids) if end is None else end)
         self._count(hit, len(token_ids))
         return hit
 
@@ -283,7 +289,7 @@ class PrefixStore:
         *,
         replay_starts: Sequence[int] = (),
     ) -> None:
-        """Keep the sequence in `slot`, unless weights of another version had a part in it.
+        """Keep the sequence in `slot`, all of it computed by the weights of the store's version.
 
         Args:
             cache: holds the sequence.
@@ -301,11 +307,9 @@ class PrefixStore:
             raise ValueError(
                 f"slot {slot} holds {length} tokens, {len(token_ids)} were given: save what was computed"
             )
-        if cache.progress(slot).generation != self.fingerprint.version:
-            return
         chain = self._chain(token_ids, images, length)
         # An exact replay restores windows as they were.
-        last = 0 if self._replay == "exact" else cache.floors(slot)[0]
+        last = 0 if self.replay == "exact" else cache.floors(slot)[0]
         self._save_pages(cache, slot, chain, sorted({0, *replay_starts, last}))
         if length and cache.progress(slot).encoded == length:
             self._save_tail(cache, slot, chain, length)
@@ -337,7 +341,7 @@ class PrefixStore:
 
     def _resume(self, length: int, end: int) -> int:
         """Where a history of `end` tokens goes on that has the compressed keys of `length`; 0: anew."""
-        return resume_from(self._config, self._replay, length, end) if length else 0
+        return resume_from(self.config, self.replay, length, end) if length else 0
 
     def _best(self, chain: KeyChain, held: int, end: int) -> Hit:
         """The better of two ways to use `held` whole pages: with a tail, or with a replay."""

@@ -54,8 +54,6 @@ class Progress:
     """The most tokens ever written: what lies a ring before it is overwritten."""
     base: int = 0
     """Tokens that were taken over without what rolling back needs."""
-    generation: int = 0
-    """`PolicyCache.generation` when the sequence was begun: what it holds may be as old."""
 
     def plan(self, new: int, decode_from: int | None) -> Span:
         """The span of a call with `new` tokens; the decoder runs from `decode_from` on (None: all).

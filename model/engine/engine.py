@@ -18,9 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from model.cache.prefix import PrefixStore
 from model.choices import Capture
 from model.engine.errors import BusySessionError, NonFiniteLogitsError, RequestError, StateError
 from model.engine.policy import Policy, Storage, as_tensors, check_state
+from model.engine.prefixes import Prefixes
 from model.engine.replay import ReplayRule
 from model.engine.requests import (
     Finish,
@@ -71,6 +73,8 @@ class Engine:
         exact: Compute in exact mode: no bit of a result depends on batch, chunk or interruption.
         capture: Keep the expert ids of every token.
         role: The work this engine takes.
+        prefix_store: Where requests find the beginnings of their histories, and turns leave theirs; made for
+            this engine's version, configuration and replay, and its storage is packed.
     """
 
     def __init__(
@@ -88,6 +92,7 @@ class Engine:
         exact: bool = False,
         capture: bool = False,
         role: Role = "all",
+        prefix_store: PrefixStore | None = None,
     ) -> None:
         if max_requests < 1 or max_tokens < 2:
             raise ValueError(
@@ -111,7 +116,11 @@ class Engine:
         self._cache = self._new_cache()
         self._check_pages()
         rule = ReplayRule.of(self.replay, config)
-        self.scheduler = Scheduler(self._rows, self._cache, max_running=max_requests, rule=rule)
+        self._store = prefix_store
+        prefixes = None if prefix_store is None else self._prefixes(prefix_store, rule)
+        self.scheduler = Scheduler(
+            self._rows, self._cache, max_running=max_requests, rule=rule, prefixes=prefixes
+        )
         self._sessions: dict[str, int] = {}
         self._ended: list[Finished] = []
         self._next_id = 0
@@ -243,6 +252,8 @@ class Engine:
         with torch.no_grad():
             self.policy.load_state_dict(tensors, strict=True)
         self.version = version
+        if self._store is not None:
+            self._store.set_version(version)
         if caches == "keep":
             self.scheduler.keep_caches()
             return
@@ -284,6 +295,14 @@ class Engine:
             options["pages"] = self._pages
         with torch.inference_mode():
             return self.policy.new_cache(self._rows.count, self._rows.context, **options)
+
+    def _prefixes(self, store: PrefixStore, rule: ReplayRule) -> Prefixes:
+        if store.fingerprint.version != self.version or self.storage != "packed":
+            raise ValueError(
+                f"a prefix store of version {store.fingerprint.version} does not fit an engine of version "
+                f"{self.version} with {self.storage} storage: give both the same version, and packed storage"
+            )
+        return Prefixes(store, self.policy, rule)
 
     def _check_pages(self) -> None:
         pages = self._cache.pages

@@ -1,10 +1,13 @@
-"""How an engine uses a prefix store: requests begin where their history is known, turns leave theirs."""
+"""How an engine uses a prefix store: requests begin where their history is known, turns leave theirs.
+
+What comes from a store was computed with windows of its own. A tail brings them: the row goes on with the
+floors the tail was computed with. Keys alone were computed with windows that are lost: the row fills its
+windows by a replay and, unless that is exact, what follows is flagged.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,100 +15,121 @@ from torch import Tensor
 
 from model.cache.page_keys import ImageMark
 from model.cache.policy_cache import CacheFull, PolicyCache
-from model.cache.prefix import PrefixStore
+from model.cache.prefix import Loaded, PrefixStore
+from model.engine.policy import Policy
+from model.engine.replay import Bound, Floor, ReplayRule
+from model.vision import ImageTokens, TokenType
 
 
-class LooksBack(Protocol):
-    """What is asked of a policy."""
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A row that needs caches."""
 
-    def look_back_ids(self, token_ids: Tensor, image: Tensor | None = None) -> Tensor:
-        """Returns what n-grams see of the tokens before a sequence is resumed."""
-        ...
+    token_ids: np.ndarray
+    images: ImageTokens | None
+    floor: Floor
+    bound: Bound
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A place in the cache, and what of a history it holds already."""
+    """A place in the cache with a part of a row's history."""
 
     slot: int
     cached: int
-    """The next token to compute. Tokens from here to `known` only get their windows anew."""
-    known: int
-    """Tokens whose compressed keys are there."""
-    replay_starts: tuple[int, ...]
-    """Positions at which the encoder's windows began anew, this replay included."""
+    """The next token to compute. Where windows were lost, compressed keys go further than that."""
+    floor: Floor
+    replayed: bool
+    """Whether windows had to be replayed that were there when the history was sampled."""
 
 
 class Prefixes:
     """A store in the hands of one engine.
 
     Args:
-        store: The store; its page size, replay and version are those of the engine.
+        store: The store.
         policy: The engine's policy.
+        rule: The engine's rule for floors.
+
+    Raises:
+        ValueError: The store is for another configuration or replay, or the policy does not round its keys.
     """
 
-    def __init__(self, store: PrefixStore, policy: LooksBack) -> None:
+    def __init__(self, store: PrefixStore, policy: Policy, rule: ReplayRule) -> None:
+        if store.config != policy.config or store.replay != rule.mode or not policy.fake_quant:
+            raise ValueError(
+                f"a prefix store for replay={store.replay!r}, rounded keys and its own configuration does not "
+                f"fit this engine (replay={rule.mode!r}, fake_quant={policy.fake_quant}): make the store with "
+                "the config and replay of the engine"
+            )
         self.store = store
-        self._policy = policy
+        self._policy, self._rule = policy, rule
 
-    def begin(
-        self,
-        cache: PolicyCache,
-        token_ids: np.ndarray,
-        images: Sequence[ImageMark] = (),
-        image: np.ndarray | None = None,
-    ) -> Begun:
-        """Returns a slot with as much of a history as is known, which may be nothing.
-
-        Args:
-            cache: The engine's cache.
-            token_ids: The history [n].
-            images: The images in it.
-            image: Which of its tokens belong to images, bool [n]; None: none.
-
-        Raises:
-            CacheFull: No slot is free.
-        """
-
-        def look_back(end: int) -> Tensor:
-            begin = max(0, end - cache.reach)
-            types = None if image is None else torch.from_numpy(image[begin:end])
-            return self._policy.look_back_ids(torch.from_numpy(token_ids[begin:end].astype(np.int64)), types)
-
-        hit = self.store.lookup(token_ids, images, cache=cache)
+    def begin(self, cache: PolicyCache, wanted: Wanted) -> Begun | None:
+        """Returns a place with what is known of a row's history; None when that is nothing of use."""
+        end = self._rule.length(wanted.floor, wanted.token_ids.size)
+        marks = image_marks(wanted.images)
+        hit = self.store.lookup(wanted.token_ids, marks, cache=cache, end=end)
+        if not hit or (wanted.bound is Bound.TURN and not hit.window and self._rule.mode != "exact"):
+            return None
         try:
-            loaded = self.store.load(cache, hit, look_back) if hit else None
+            loaded = self.store.load(cache, hit, lambda at: self._look_back(wanted, at))
         except CacheFull:
-            # Pages are short: what was found does not fit now, and page by page it may.
-            loaded = None
+            return None
         if loaded is None:
-            return Begun(cache.allocate(), 0, 0, ())
-        cached = loaded.global_tokens - loaded.replay
-        starts = loaded.replay_starts if not loaded.replay else (*loaded.replay_starts, cached)
-        return Begun(loaded.slot, cached, loaded.global_tokens, tuple(sorted({*starts} - {0})))
+            return None
+        begun = self._judge(cache, wanted, loaded)
+        if begun is None:
+            cache.free(loaded.slot)
+        return begun
 
-    def keep(
-        self,
-        cache: PolicyCache,
-        slot: int,
-        token_ids: np.ndarray,
-        images: Sequence[ImageMark] = (),
-        replay_starts: Sequence[int] = (),
-    ) -> None:
-        """Keeps what `slot` holds of a history, whole or not.
-
-        Args:
-            cache: The engine's cache.
-            slot: Where.
-            token_ids: The history, at least as long as what the slot holds.
-            images: The images in it.
-            replay_starts: As `Begun.replay_starts` says.
-        """
+    def keep(self, cache: PolicyCache, slot: int, token_ids: np.ndarray, images: ImageTokens | None) -> None:
+        """Keeps what `slot` holds, which are the first tokens of `token_ids`, all of the store's version."""
         length = cache.length(slot)
-        begun = [mark for mark in images if mark.position < length]
-        self.store.save(cache, slot, token_ids[:length], begun, replay_starts=replay_starts)
+        marks = [mark for mark in image_marks(images) if mark.position < length]
+        self.store.save(cache, slot, token_ids[:length], marks)
 
-    def update(self, cache: PolicyCache, version: int) -> None:
-        """Goes over to new weights: sequences begun before are served on, and never kept."""
-        cache.generation = version
-        self.store.set_version(version)
+    def _judge(self, cache: PolicyCache, wanted: Wanted, loaded: Loaded) -> Begun | None:
+        """What a row may do with what was loaded; None when it would not go on as it should."""
+        rule, slot, size = self._rule, loaded.slot, wanted.token_ids.size
+        known, resume = loaded.global_tokens, loaded.global_tokens - loaded.replay
+        encoder, decoder = cache.floors(slot)
+        if rule.mode == "exact":
+            floor = wanted.floor if loaded.replay else rule.floor((0, decoder), known, size)
+            return Begun(slot, resume, floor, False)
+        if loaded.replay:
+            if wanted.bound is Bound.TURN:
+                return None
+            return Begun(slot, resume, (resume, max(resume, wanted.floor[1])), True)
+        floor = rule.floor((encoder, decoder), known, size)
+        if wanted.bound is not Bound.NOTHING and floor != wanted.floor:
+            return None
+        return Begun(slot, known, floor, encoder > 0 or len(loaded.replay_starts) > 0)
+
+    def _look_back(self, wanted: Wanted, end: int) -> Tensor:
+        begin = max(0, end - self._policy.config.engram_max_ngram_size)
+        ids = torch.from_numpy(wanted.token_ids[begin:end].astype(np.int64))
+        image = None if wanted.images is None else _types(wanted.images, begin, end) >= 0
+        return self._policy.look_back_ids(ids, image)
+
+
+def image_marks(images: ImageTokens | None) -> list[ImageMark]:
+    """Where the images of a history begin, with a digest of what the policy sees of each."""
+    if images is None:
+        return []
+    starts = (images.types == TokenType.START).nonzero().flatten().tolist()
+    marks, row = [], 0
+    for begin, end in zip(starts, [*starts[1:], images.types.shape[0]], strict=True):
+        types = images.types[begin:end]
+        count = int((types == TokenType.IMAGE).sum())
+        pixels = images.rows[row : row + count].float().cpu().contiguous().numpy().tobytes()
+        grid = types[types >= 0].to(torch.int8).numpy().tobytes()
+        marks.append(ImageMark(begin, grid + pixels))
+        row += count
+    return marks
+
+
+def _types(images: ImageTokens, begin: int, end: int) -> Tensor:
+    """Types of the tokens [begin, end) of a history; text where the images say nothing."""
+    held = images.types[begin:end]
+    return torch.nn.functional.pad(held, (0, end - begin - held.shape[0]), value=int(TokenType.TEXT))

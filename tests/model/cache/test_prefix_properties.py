@@ -162,7 +162,6 @@ class World:
         version = self.stores[engine].fingerprint.version
         self.count(engine)
         self.caches[engine], self.tokens[engine] = self.new_cache(), {}
-        self.caches[engine].generation = version
         self.open(engine, version)
 
     def count(self, engine):
@@ -176,8 +175,7 @@ class World:
             self.caches[engine].free(slot)
         self.tokens[engine] = {}
         ours, others = (self.stores[i].fingerprint.version for i in (engine, 1 - engine))
-        self.caches[engine].generation = others if others > ours else ours + 1
-        self.stores[engine].set_version(self.caches[engine].generation)
+        self.stores[engine].set_version(others if others > ours else ours + 1)
         if others <= ours and self.draw.random() < 0.7:
             self.update(1 - engine)
 
