@@ -8,13 +8,14 @@ windows by a replay and, unless that is exact, what follows is flagged.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from model.cache.page_keys import ImageMark
-from model.cache.policy_cache import CacheFull, PolicyCache
+from model.cache.policy_cache import CacheFull
 from model.cache.prefix import Loaded, PrefixStore
 from model.engine.policy import Policy
 from model.engine.replay import Bound, Floor, ReplayRule
@@ -58,14 +59,14 @@ class Prefixes:
     def __init__(self, store: PrefixStore, policy: Policy, rule: ReplayRule) -> None:
         if store.config != policy.config or store.replay != rule.mode or not policy.fake_quant:
             raise ValueError(
-                f"a prefix store for replay={store.replay!r}, rounded keys and its own configuration does not "
-                f"fit this engine (replay={rule.mode!r}, fake_quant={policy.fake_quant}): make the store with "
+                f"a prefix store for replay={store.replay!r}, rounded keys and a configuration does not "
+                f"fit this engine (replay={rule.mode!r}, fake_quant={policy.fake_quant}): make it with "
                 "the config and replay of the engine"
             )
         self.store = store
         self._policy, self._rule = policy, rule
 
-    def begin(self, cache: PolicyCache, wanted: Wanted) -> Begun | None:
+    def begin(self, cache: Any, wanted: Wanted) -> Begun | None:
         """Returns a place with what is known of a row's history; None when that is nothing of use."""
         end = self._rule.length(wanted.floor, wanted.token_ids.size)
         marks = image_marks(wanted.images)
@@ -83,13 +84,13 @@ class Prefixes:
             cache.free(loaded.slot)
         return begun
 
-    def keep(self, cache: PolicyCache, slot: int, token_ids: np.ndarray, images: ImageTokens | None) -> None:
+    def keep(self, cache: Any, slot: int, token_ids: np.ndarray, images: ImageTokens | None) -> None:
         """Keeps what `slot` holds, which are the first tokens of `token_ids`, all of the store's version."""
         length = cache.length(slot)
         marks = [mark for mark in image_marks(images) if mark.position < length]
         self.store.save(cache, slot, token_ids[:length], marks)
 
-    def _judge(self, cache: PolicyCache, wanted: Wanted, loaded: Loaded) -> Begun | None:
+    def _judge(self, cache: Any, wanted: Wanted, loaded: Loaded) -> Begun | None:
         """What a row may do with what was loaded; None when it would not go on as it should."""
         rule, slot, size = self._rule, loaded.slot, wanted.token_ids.size
         known, resume = loaded.global_tokens, loaded.global_tokens - loaded.replay
