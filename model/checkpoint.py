@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from model.chat.base import ChatFormat
 from model.checkpoint_files import (
     CheckpointError,
     DamagedFile,
@@ -45,8 +46,13 @@ _UNUSED = ("image_pad",)
 """Published tensors that nothing reads."""
 
 
-def save_policy(policy: Policy, folder: Path | str, *, shard_bytes: int = _SHARD_BYTES) -> None:
-    """Write `policy` to `folder` (made if need be), in the storage formats its configuration names."""
+def save_policy(
+    policy: Policy, folder: Path | str, *, chat: ChatFormat | None = None, shard_bytes: int = _SHARD_BYTES
+) -> None:
+    """Write `policy` to `folder` (made if need be), in the storage formats its configuration names.
+
+    With `chat`, its wording and tokenizer are written too: `model.chat.load_chat(folder)` reads them.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     writer = ShardWriter(folder, shard_bytes)
@@ -55,6 +61,8 @@ def save_policy(policy: Policy, folder: Path | str, *, shard_bytes: int = _SHARD
             for name, stored in _encode(published, part, policy.config):
                 writer.add(name, stored)
     writer.finish()
+    if chat is not None:
+        chat.save(folder)
     (folder / CONFIG).write_text(json.dumps(policy.config.to_published(), indent=1))
 
 
