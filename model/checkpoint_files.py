@@ -106,7 +106,7 @@ _TYPES = {
 
 
 def _mapped(file: Path, name: str) -> Tensor:
-    """The format: eight bytes length of a JSON header, the header, then all data (offsets count from there)."""
+    """The format: eight bytes length of a JSON header, the header, then the data, from which offsets count."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         entry = json.loads(opened.read(length))[name]
@@ -115,7 +115,9 @@ def _mapped(file: Path, name: str) -> Tensor:
         raise WrongShape(f"tensor {name!r} is {entry['dtype']}, which is not mapped: load it instead")
     dtype = _TYPES[entry["dtype"]]
     if begin % dtype.itemsize:
-        raise DamagedFile(f"{file}: tensor {name!r} begins at an odd place, so that it cannot be mapped: load it")
+        raise DamagedFile(
+            f"{file}: tensor {name!r} begins at an odd place, so that it cannot be mapped: load it"
+        )
     data = torch.from_file(str(file), shared=False, size=end, dtype=torch.uint8)
     return data[begin:end].view(dtype).view(entry["shape"])
 

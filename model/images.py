@@ -140,7 +140,11 @@ def _shrunk(width: int, height: int, vision: VisionConfig) -> tuple[int, int]:
 
 
 def prepare(
-    source: bytes | str | Path, vision: VisionConfig, *, max_bytes: int = MAX_BYTES, max_pixels: int = MAX_PIXELS
+    source: bytes | str | Path,
+    vision: VisionConfig,
+    *,
+    max_bytes: int = MAX_BYTES,
+    max_pixels: int = MAX_PIXELS,
 ) -> PreparedImage:
     """Read, resize and cut an image.
 
@@ -157,7 +161,7 @@ def prepare(
         from PIL import ImageOps
     except ImportError as error:
         raise PillowMissing(
-            "images need Pillow, which is not installed: pip install 'tempering[images]', or leave out the images"
+            "images need Pillow, which is not installed: pip install 'tempering[images]', or leave them out"
         ) from error
     name, data = _read(source, max_bytes)
     image = _decode(name, data, max_pixels)
@@ -224,7 +228,9 @@ def _decode(name: str, data: bytes, max_pixels: int) -> Image:
     except ImageError:
         raise
     except Image.DecompressionBombError as error:
-        raise ImageTooLarge(f"{name} claims more pixels than can be decoded ({error}): make it smaller") from error
+        raise ImageTooLarge(
+            f"{name} claims more pixels than can be decoded ({error}): make it smaller"
+        ) from error
     except UnidentifiedImageError as error:
         raise UnsupportedImage(
             f"{name} is no {', '.join(FORMATS)} file, or its beginning is damaged: convert it to one of these"

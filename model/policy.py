@@ -74,7 +74,9 @@ class Policy(nn.Module):
         dtype = getattr(torch, config.dtype)
         self.embed = nn.Module()
         self.embed.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype))
-        self.layers = nn.ModuleList(Block(config, layer, dtype, tables) for layer in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            Block(config, layer, dtype, tables) for layer in range(config.num_hidden_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.head = nn.Module()
         self.head.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype))

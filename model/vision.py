@@ -1,7 +1,7 @@
 """Images: from patches to rows of the embedding, and where in a sequence they go.
 
 An image span is `[start] + ([image] * columns + [newline]) * rows + [end]`; all its tokens have the image
-token id and are told apart by their type. Resizing and cutting an image into patches happen before (`model.images`).
+token id and are told apart by their type. `model.images` resizes an image file and cuts it into patches.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ImageTokens:
     """[M, d] aligner rows of the tokens of type IMAGE, in their order."""
 
     def part(self, begin: int, end: int) -> ImageTokens:
-        """The images among tokens `begin` .. `end` of one sequence (types [T]); a span may be cut anywhere."""
+        """The images among tokens `begin` .. `end` of a sequence (types [T]); spans may be cut anywhere."""
         first, last = (int((self.types[:stop] == TokenType.IMAGE).sum()) for stop in (begin, end))
         return ImageTokens(self.types[begin:end], self.rows[first:last])
 

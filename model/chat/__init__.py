@@ -51,7 +51,9 @@ def load_chat(folder: Path) -> ChatFormat:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ChatError(f"{path} is not a chat format ({error}); copy it again from the checkpoint") from error
+        raise ChatError(
+            f"{path} is not a chat format ({error}); copy it again from the checkpoint"
+        ) from error
     kind = data.get("kind") if isinstance(data, dict) else None
     if kind == NanoChat.kind:
         _check_keys(data, {"kind", "wording"}, f"{path}")

@@ -104,7 +104,7 @@ class NanoChat(ChatFormat):
         return NanoStream(self, tools)
 
     def name_of(self, index: int) -> str | None:
-        """Returns which tag of the wording a token is: its field's name, "" for text, None for no token here."""
+        """Returns which tag of the wording a token is, by its field; "" for text, None for none of both."""
         if index in self._names:
             return self._names[index]
         return None if index in self._reserved or not 0 <= index < self.tokenizer.vocab_size else ""

@@ -1,7 +1,7 @@
 """Reading a turn while it is sampled: events as tokens come, and at the end the turn that `parse` gives.
 
-Events are what can be shown at once. They are no verdict: a turn that turns out unreadable later has shown its
-events already, and a tool call may be run only when `finish` returns it.
+Events are what can be shown at once. They are no verdict: a turn that turns out unreadable later has shown
+its events already, and a tool call may be run only when `finish` returns it.
 """
 
 from __future__ import annotations

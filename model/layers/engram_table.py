@@ -1,8 +1,8 @@
 """The tables of the n-gram memory: where their rows lie, and how rows come to where they are needed.
 
 A table is by far the largest tensor of a large policy, and a token reads a few rows of it, which are known as
-soon as its id is. So a table may stay in host memory or in the checkpoint file, and its rows are gathered in a
-background thread while the layers before run. Gradients are of the rows that were read, never of the table.
+soon as its id is. So a table may stay in host memory or in the checkpoint file, and its rows are gathered in
+a background thread while the layers before run. Gradients are of the rows that were read, never of the table.
 """
 
 from __future__ import annotations
@@ -95,14 +95,11 @@ class _Job:
 class EngramTable(nn.Module):
     """A table of `rows` x `width`. `weight` is None when it is mapped: `map_rows` then says from where."""
 
-    def __init__(
-        self, rows: int, width: int, dtype: torch.dtype, storage: TableStorage = "resident"
-    ) -> None:
+    def __init__(self, rows: int, width: int, dtype: torch.dtype, storage: TableStorage = "resident") -> None:
         super().__init__()
         if storage not in get_args(TableStorage):
-            raise ValueError(
-                f"unknown storage {storage!r} of n-gram tables: choose one of {', '.join(get_args(TableStorage))}"
-            )
+            known = ", ".join(get_args(TableStorage))
+            raise ValueError(f"unknown storage {storage!r} of n-gram tables: choose one of {known}")
         self.storage, self.shape, self.dtype = storage, torch.Size((rows, width)), dtype
         self.traffic = Traffic()
         self._mapped: MappedRows | None = None
@@ -174,7 +171,10 @@ class EngramTable(nn.Module):
         with torch.no_grad():
             flat = ids.flatten()
             if self.weight is not None:
-                values, row_bytes = self.weight.index_select(0, flat), self.shape[1] * self.weight.element_size()
+                values, row_bytes = (
+                    self.weight.index_select(0, flat),
+                    self.shape[1] * self.weight.element_size(),
+                )
             else:
                 values, row_bytes = self.mapped.gather(flat, self.dtype), self.mapped.row_bytes
             values = values.unflatten(0, ids.shape)

@@ -150,7 +150,8 @@ class Optimizer:
             )
         factor = self.config.max_grad_norm / (norm + _NORM_EPSILON)
         if factor < 1:
-            torch._foreach_mul_(list(values.values()), factor)
+            for grad in values.values():
+                grad.mul_(factor)
         return norm
 
     def step(self, fraction: float) -> None:

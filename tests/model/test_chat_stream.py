@@ -167,7 +167,8 @@ def test_a_rendered_turn_streams_to_itself(name, reasoning, content, calls, cuts
 
 
 @given(
-    turn=st.sampled_from(["hm<47*86>", "<1+1><2+2>$", "#4042$", "a#b$", "<1", "#1"]), cuts=st.lists(st.integers(0, 9))
+    turn=st.sampled_from(["hm<47*86>", "<1+1><2+2>$", "#4042$", "a#b$", "<1", "#1"]),
+    cuts=st.lists(st.integers(0, 9)),
 )
 def test_turns_of_the_small_presets(turn, cuts):
     tags = {"<": "<call>", ">": "</call>", "#": "<answer>", "$": "<end>"}
@@ -189,13 +190,16 @@ def test_text_is_shown_as_soon_as_it_cannot_be_a_tag():
     first, *rest = TOKENIZER.encode("é")
     assert stream.feed([first]) == []
     assert [event.text for event in stream.feed(rest)] == ["é"]
-    opening = '\n\n<｜DSML｜ calls>\n<｜DSML｜ invoke name="bash">\n<｜DSML｜ parameter name="command" string="true">ls'
+    opening = '\n\n<｜DSML｜ calls>\n<｜DSML｜ invoke name="bash">\n'
+    opening += '<｜DSML｜ parameter name="command" string="true">ls'
     events = stream.feed(TOKENIZER.encode_tagged(opening))
     assert events[0].name == "bash" and "".join(e.text for e in events) == '{"command": "ls'
 
 
 def test_a_closing_tag_without_thinking_makes_reasoning_of_what_was_shown():
-    events, turn = read(CHATS["direct"], TOKENIZER.encode_tagged(f"r{WORDING.think_end}c{WORDING.eos}"), [1], [])
+    events, turn = read(
+        CHATS["direct"], TOKENIZER.encode_tagged(f"r{WORDING.think_end}c{WORDING.eos}"), [1], []
+    )
     assert [event.kind for event in events] == [
         EventKind.CONTENT,
         EventKind.RESTARTED,
@@ -205,7 +209,9 @@ def test_a_closing_tag_without_thinking_makes_reasoning_of_what_was_shown():
     assert turn.message == {"role": "assistant", "content": "c", "reasoning_content": "r"}
 
 
-@given(data=st.binary(max_size=40) | st.lists(st.sampled_from([b"\xe2", b"\x82", b"\xac", b"a"])).map(b"".join))
+@given(
+    data=st.binary(max_size=40) | st.lists(st.sampled_from([b"\xe2", b"\x82", b"\xac", b"a"])).map(b"".join)
+)
 def test_invalid_bytes_decode_as_they_do_in_one_piece(data):
     alphabet = dict(zip(range(256), (TOKENIZER.decode([i]) for i in range(256)), strict=True))
     assert len(alphabet) == 256
@@ -236,7 +242,7 @@ def test_the_wording_in_the_folder_is_what_is_rendered(tmp_path):
     data["wording"]["tools_section"] = "Tools: {schemas}"
     (tmp_path / "chat_format.json").write_text(json.dumps(data))
     after = rendered()
-    assert "Effort 50.\n\n\nTools: {\"name\": \"bash\"" in after and "## Tools" not in after
+    assert 'Effort 50.\n\n\nTools: {"name": "bash"' in after and "## Tools" not in after
 
 
 @pytest.mark.parametrize(
@@ -245,7 +251,10 @@ def test_the_wording_in_the_folder_is_what_is_rendered(tmp_path):
         (lambda data: data["wording"].update(colour="red"), "unknown fields.*colour"),
         (lambda data: data["wording"].pop("effort_line"), "lacks.*effort_line"),
         (lambda data: data.update(version=2), "unknown fields.*version"),
-        (lambda data: data["wording"].update(effort_line="no number"), r"effort_line must hold \{effort\} once"),
+        (
+            lambda data: data["wording"].update(effort_line="no number"),
+            r"effort_line must hold \{effort\} once",
+        ),
         (lambda data: data["wording"].update(default_effort=101), "1 to 100"),
         (lambda data: data["wording"].update(user=3), "user is a str"),
         (lambda data: data.update(thinking="yes"), "thinking is true or false"),

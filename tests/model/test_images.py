@@ -141,7 +141,7 @@ class TestPixels:
             tile = expected[4 * row : 4 * row + 4, 4 * column : 4 * column + 4].astype(np.float32)
             assert np.allclose(image.patches[number].permute(1, 2, 0).numpy(), tile / 127.5 - 1, atol=1e-6)
         assert image.patches.dtype is torch.float32
-        assert -1 <= image.patches.min() and image.patches.max() <= 1
+        assert image.patches.min() >= -1 and image.patches.max() <= 1
 
     def test_what_the_shape_leaves_free_is_grey(self):
         white = io.BytesIO()
@@ -163,7 +163,9 @@ class TestPixels:
 
     def test_path_and_bytes_are_the_same(self, tmp_path):
         (tmp_path / "a.png").write_bytes(picture())
-        images = [prepare(source, SMALL) for source in (picture(), tmp_path / "a.png", str(tmp_path / "a.png"))]
+        images = [
+            prepare(source, SMALL) for source in (picture(), tmp_path / "a.png", str(tmp_path / "a.png"))
+        ]
         assert all(torch.equal(image.patches, images[0].patches) for image in images)
 
 
@@ -178,7 +180,9 @@ class TestRefusals:
         with pytest.raises(ImageNotFound, match="cannot be a path"):
             prepare("a" * 5000, SMALL)
 
-    @pytest.mark.parametrize("size", [(9000, 8000), (12000, 12000), (100_000, 100_000), (2**31 - 1, 2**31 - 1)])
+    @pytest.mark.parametrize(
+        "size", [(9000, 8000), (12000, 12000), (100_000, 100_000), (2**31 - 1, 2**31 - 1)]
+    )
     def test_a_header_that_claims_too_many_pixels(self, size):
         with pytest.raises(ImageTooLarge, match="pixels"):
             prepare(png_header(*size), SMALL)
@@ -316,7 +320,8 @@ class TestChat:
         prompt = CHAT.prompt(messages(), effort=9, images=ImageReader.of(policy.config))
         assert len(prompt.images) == 3 and len(prompt.token_ids) == len(prompt.types)
         spans = [
-            (token == IMAGE_ID) == (kind >= 0) for token, kind in zip(prompt.token_ids, prompt.types, strict=True)
+            (token == IMAGE_ID) == (kind >= 0)
+            for token, kind in zip(prompt.token_ids, prompt.types, strict=True)
         ]
         assert all(spans)
         assert sum(kind >= 0 for kind in prompt.types) == sum(
@@ -339,9 +344,13 @@ class TestChat:
     def test_path_bytes_and_url_make_the_same_prompt(self, policy, tmp_path):
         (tmp_path / "a.jpg").write_bytes(picture(50, 20, "JPEG"))
         reader = ImageReader.of(policy.config)
-        first, second = (CHAT.prompt(messages(path=path), images=reader) for path in (None, tmp_path / "a.jpg"))
+        first, second = (
+            CHAT.prompt(messages(path=path), images=reader) for path in (None, tmp_path / "a.jpg")
+        )
         assert first.token_ids == second.token_ids
-        assert all(torch.equal(a.patches, b.patches) for a, b in zip(first.images, second.images, strict=True))
+        assert all(
+            torch.equal(a.patches, b.patches) for a, b in zip(first.images, second.images, strict=True)
+        )
 
     def test_images_without_a_reader_or_in_a_text_format_are_refused(self):
         for render in (CHAT.render_prompt, CHAT.prompt):
@@ -397,7 +406,10 @@ class TestPolicy:
     @torch.no_grad()
     def test_two_sequences_with_and_without_images_in_one_prefill(self, policy):
         reader = ImageReader.of(policy.config)
-        prompts = [CHAT.prompt(m, images=reader) for m in (messages(), [{"role": "user", "content": "no"}], messages(3))]
+        prompts = [
+            CHAT.prompt(m, images=reader)
+            for m in (messages(), [{"role": "user", "content": "no"}], messages(3))
+        ]
         lengths = torch.tensor([len(p.token_ids) for p in prompts])
         ids = torch.zeros(3, int(lengths.max()), dtype=torch.int64)
         types = torch.full_like(ids, TokenType.TEXT)
@@ -448,7 +460,11 @@ class TestPolicy:
     def test_training_reaches_the_tower_through_a_file(self, policy):
         prompt = CHAT.prompt(messages(), images=ImageReader.of(policy.config))
         run(policy, prompt)[-1].sum().backward()
-        for parameter in (policy.vision.patch_embed.proj.weight, policy.image_newline, policy.aligner.w2.weight):
+        for parameter in (
+            policy.vision.patch_embed.proj.weight,
+            policy.image_newline,
+            policy.aligner.w2.weight,
+        ):
             assert parameter.grad.abs().max() > 0
         policy.zero_grad(set_to_none=True)
 
@@ -457,4 +473,6 @@ class TestPolicy:
         images = prompt.image_tokens(policy)
         wrong = ImageTokens(images.types, images.rows[1:])
         with pytest.raises(ValueError, match="image rows"):
-            policy(PackedTokens(torch.tensor(prompt.token_ids), torch.tensor([0, len(prompt.token_ids)]), wrong))
+            policy(
+                PackedTokens(torch.tensor(prompt.token_ids), torch.tensor([0, len(prompt.token_ids)]), wrong)
+            )

@@ -39,7 +39,11 @@ def run(touched, *, betas, weight_decay=0.0, seed=0):
 TOUCHED = st.lists(st.sets(st.integers(0, ROWS - 1)), min_size=1, max_size=12)
 
 
-@given(rows=st.sets(st.integers(0, ROWS - 1), min_size=1), steps=st.integers(1, 8), decay=st.sampled_from([0, 0.1]))
+@given(
+    rows=st.sets(st.integers(0, ROWS - 1), min_size=1),
+    steps=st.integers(1, 8),
+    decay=st.sampled_from([0, 0.1]),
+)
 def test_rows_touched_at_every_step_are_those_of_dense_adamw(rows, steps, decay):
     dense, ours, *_, start = run([rows] * steps, betas=(0.9, 0.98), weight_decay=decay)
     index = sorted(rows)
@@ -104,7 +108,9 @@ def test_only_touched_rows_of_a_policy_move_and_no_dense_gradient_exists(make_po
     read = set(table.grad.coalesce().indices()[0].tolist())
     norm = optimizer.clip()
     dense = [p.grad.to_dense() for p in policy.parameters() if p.grad is not None]
-    assert torch.cat([g.flatten() for g in dense]).norm().item() == pytest.approx(0.5, rel=1e-3) and norm > 0.5
+    assert (
+        torch.cat([g.flatten() for g in dense]).norm().item() == pytest.approx(0.5, rel=1e-3) and norm > 0.5
+    )
     optimizer.step(1.0)
     moved = set((table != before).any(1).nonzero()[:, 0].tolist())
     assert moved == read and 0 < len(read) < len(table)
