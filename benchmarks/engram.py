@@ -132,7 +132,8 @@ def _rows(name: str, result: Result) -> Iterator[str]:
         for layer, traffic in layers.items():
             yield (
                 f"{name:<12} {phase:<9} {layer:>5} {traffic.bytes / 1e6:>9.2f} "
-                f"{traffic.gather_seconds * 1e3:>10.2f} {traffic.wait_seconds * 1e3:>9.2f} {100 * traffic.hidden:>7.0f}%"
+                f"{traffic.gather_seconds * 1e3:>10.2f} {traffic.wait_seconds * 1e3:>9.2f} "
+                f"{100 * traffic.hidden:>7.0f}%"
             )
 
 

@@ -106,7 +106,7 @@ _TYPES = {
 
 
 def _mapped(file: Path, name: str) -> Tensor:
-    """The format: eight bytes length of a JSON header, the header, then the data, from which offsets count."""
+    """The format: the length of a JSON header in eight bytes, the header, the data (where offsets begin)."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         entry = json.loads(opened.read(length))[name]
