@@ -250,6 +250,8 @@ class Policy(nn.Module):
         cache: PolicyCache | None,
         options: RunOptions,
     ) -> tuple[Tensor, Tensor, list[Routing]]:
+        for block in self.blocks:
+            block.prefetch(rows)
         n = self.config.hc_mult
         streams = embedded.unsqueeze(1).expand(-1, n, -1).contiguous()
         weights = torch.zeros(embedded.shape[0], n, device=streams.device)
@@ -324,6 +326,4 @@ class Policy(nn.Module):
         assert self.engram_hash is not None
         rows = self.engram_hash(look_back(history, pad))
         batch.record("engram_hash_ids", rows)
-        for block in self.blocks:
-            block.prefetch(rows)
         return rows

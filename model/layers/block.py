@@ -40,9 +40,9 @@ class Block(nn.Module):
         else:
             self.engram = None
 
-    def prefetch(self, rows: Tensor) -> None:
+    def prefetch(self, rows: Tensor | None) -> None:
         """Begin to gather this layer's part of the table `rows` [T, layers, columns], if it has a memory."""
-        if self.engram is not None:
+        if self.engram is not None and rows is not None:
             self.engram.embed.prefetch(rows[:, self.engram_column])
 
     def inject(self, streams: Tensor, batch: Batch, rows: Tensor | None) -> Tensor:

@@ -187,3 +187,21 @@ def test_training_makes_no_dense_gradient_of_a_table():
         assert torch.equal(ours.indices(), theirs.indices())
         assert torch.equal(ours.values(), theirs.values())
         assert 0 < ours.values().shape[0] < first.shape[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_host_tables_of_a_policy_on_an_accelerator(dtype):
+    config = replace(PolicyConfig.preset("nano"), dtype=dtype)
+    tokens = PackedTokens(IDS.cuda(), torch.tensor([0, 25, 40]).cuda())
+    hidden = []
+    for storage in ("resident", "host"):
+        policy = Policy(config, tables=storage)
+        policy.cuda()
+        hidden.append(policy(tokens).hidden)
+        hidden[-1].float().pow(3).sum().backward()
+        for table in tables(policy):
+            assert table.weight.device.type == table.weight.grad.device.type
+            assert table.weight.is_pinned() == (storage == "host")
+            assert table.traffic.prefetched == (storage == "host")
+    assert torch.equal(hidden[0], hidden[1])
