@@ -69,6 +69,9 @@ async def open_generator(
         max_tokens=config.engine.max_tokens,
         on_step=log.on_step,
         caches=config.engine.kv_on_update,
+        storage=config.engine.storage,
+        pages=config.engine.pages,
+        replay=config.engine.replay,
     )
     async with AsyncExitStack() as stack:
         sandboxes = None
