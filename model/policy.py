@@ -338,9 +338,11 @@ class Policy(nn.Module):
                 keys = self._decoder_keys(x, batch, cache, options)
                 if batch.decoder is None:
                     break
-                streams, weights, x, rows, *features = _of_decoder(
-                    batch.decoder_tokens, streams, weights, x, rows, *features
-                )
+                if batch.decoder_tokens is not None:
+                    tokens = fill(batch.decoder_tokens)
+                    streams, weights, x = streams[tokens], weights[tokens], x[tokens]
+                    rows = None if rows is None else rows[tokens]
+                    features = [feature[tokens] for feature in features]
                 batch = batch.decoder
             if block.layer in keys:
                 shared = keys.pop(block.layer)
@@ -430,11 +432,3 @@ class Policy(nn.Module):
         rows = self.engram_hash(look_back(history, pad))
         batch.record("engram_hash_ids", rows)
         return rows
-
-
-def _of_decoder(tokens: Tensor | None, *columns: Tensor | None) -> list[Tensor | None]:
-    """The decoder's tokens of each of `columns` [T, ...]; None stands for all."""
-    if tokens is None:
-        return list(columns)
-    tokens = fill(tokens)
-    return [None if column is None else column.index_select(0, tokens) for column in columns]

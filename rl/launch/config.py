@@ -190,7 +190,8 @@ class RunConfig(Section):
             )
         if self.engine.storage == "packed" and not self.trainer.fake_quant:
             raise ValueError(
-                "engine.storage=packed holds rounded keys: set trainer.fake_quant=true, or engine.storage=dense"
+                "engine.storage=packed holds rounded keys: set trainer.fake_quant=true, or "
+                "engine.storage=dense"
             )
         if self.trainer.temperature != self.engine.temperature:
             raise ValueError(
