@@ -58,7 +58,7 @@ async def open_generator(
     """Opens the rollout process: engine, token log, a connection to the fleet, and a worker."""
     use_threads(config.launcher.generator_threads)
     net, chat, env = policy(config), chat_format(config), environment(config)
-    net.fake_quant = config.trainer.fake_quant
+    net.fake_quant, net.exact = config.trainer.fake_quant, config.model.exact
     rollout = config.rollout
     log = TokenLog(
         token_log, flush_ms=rollout.flush_ms, fsync=rollout.fsync, segment_bytes=rollout.segment_bytes
@@ -69,6 +69,9 @@ async def open_generator(
         max_tokens=config.engine.max_tokens,
         on_step=log.on_step,
         caches=config.engine.kv_on_update,
+        storage=config.engine.storage,
+        pages=config.engine.pages,
+        replay=config.engine.replay,
     )
     async with AsyncExitStack() as stack:
         sandboxes = None

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from model.batch import floors_from_starts
+from model.choices import Choices, SamplingMask
 from rl.trainers.data import Sample
 
 
@@ -26,6 +28,9 @@ class MicroBatch:
         versions: int64 [T].
         segment_ids: int64 [T], which of the N samples a token belongs to.
         indices: which samples of the batch these are, [N].
+        choices: what to choose for the T tokens; None: all is free.
+        sampling_mask: what the T tokens could have been; None: anything.
+        window_floors: [T, 2] first positions whose window keys a token sees; None: all of its window.
     """
 
     token_ids: Tensor
@@ -36,6 +41,9 @@ class MicroBatch:
     versions: Tensor
     segment_ids: Tensor
     indices: tuple[int, ...]
+    choices: Choices | None = None
+    sampling_mask: SamplingMask | None = None
+    window_floors: Tensor | None = None
 
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -96,6 +104,13 @@ def _collate(samples: Sequence[Sample], indices: tuple[int, ...], device: torch.
         joined = np.concatenate([getattr(sample, name) for sample in samples])
         return torch.from_numpy(joined).to(device=device, dtype=dtype)
 
+    choices = Choices.join([sample.choices for sample in samples], lengths.tolist())
+    masks = [sample.sampling_mask for sample in samples]
+    mask = None
+    if any(m is not None for m in masks):
+        mask = SamplingMask.join(
+            [SamplingMask.none(len(s)) if m is None else m for m, s in zip(masks, samples, strict=True)]
+        )
     return MicroBatch(
         token_ids=column("token_ids", torch.int64),
         cu_seqlens=torch.from_numpy(np.concatenate([[0], lengths.cumsum()])).to(device),
@@ -105,4 +120,15 @@ def _collate(samples: Sequence[Sample], indices: tuple[int, ...], device: torch.
         versions=column("policy_version", torch.int64),
         segment_ids=torch.from_numpy(np.repeat(np.arange(len(samples)), lengths)).to(device),
         indices=indices,
+        choices=None if choices is None else choices.to(device),
+        sampling_mask=None if mask is None else mask.to(device),
+        window_floors=_window_floors(samples, device),
     )
+
+
+def _window_floors(samples: Sequence[Sample], device: torch.device) -> Tensor | None:
+    """Where the windows of each token start, if they start anew in any sample."""
+    if all(start == (0, 0) for sample in samples for start in sample.replay_starts):
+        return None
+    floors = [floors_from_starts(len(sample), sample.replay_starts) for sample in samples]
+    return torch.cat(floors).to(device)
