@@ -3,11 +3,11 @@
     python -m benchmarks.diagnose CKPT [--tokens N] [--length L] [--data FILE] [--json FILE] [--plot FILE]
 
 CKPT is a checkpoint folder or the name of a preset (nano, pico), whose weights are then drawn from `--seed`.
-Documents are the policy's own unless `--data` names a file with one JSON list of token ids a line. Printed are:
-the attention mass that candidate pool and selections miss, by layer and by distance; what rounded caches do to
-the logits; scales at the ends of their range; what bounded replay costs; acceptance of drafts; expert load;
-bytes of cache a token. The last line is the share of dense attention mass on main keys that the layers keep.
-The exit status is 1 when any figure is not finite.
+Documents are the policy's own unless `--data` names a file with one JSON list of token ids a line. Printed
+are: the attention mass that candidate pool and selections miss, by layer and by distance; what rounded caches
+do to the logits; scales at the ends of their range; what bounded replay costs; acceptance of drafts; expert
+load; bytes of cache a token. The last line is the share of dense attention mass on main keys that the layers
+keep. The exit status is 1 when any figure is not finite.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.diagnose_data import open_policy, pack, read_documents, write_documents
+from benchmarks.diagnose_data import NotFiniteError, open_policy, pack, read_documents, write_documents
 from benchmarks.diagnose_plot import draw
 from benchmarks.diagnose_tables import print_all
 from model.batch import PackedTokens
@@ -33,7 +33,7 @@ from model.diagnostics.drafter import draft_acceptance
 from model.diagnostics.experts import expert_load
 from model.diagnostics.recall import LayerRecall, recall
 from model.diagnostics.replay_cost import measured_costs, parameter_costs, turn_cost
-from model.diagnostics.scales import counting_scales
+from model.diagnostics.scales import ScaleMonitor
 from model.policy import Policy
 
 TURNS = (16, 128, 512, 2048, 8192)
@@ -44,7 +44,7 @@ def diagnose(policy: Policy, tokens: PackedTokens, length: int, seed: int, gener
     """All figures, by subject."""
     config = policy.config
     policy.fake_quant = True
-    with torch.no_grad(), counting_scales(policy) as scales:
+    with torch.no_grad(), ScaleMonitor(policy) as monitor:
         policy(tokens)
     costs = {
         "measured": measured_costs(policy, length),
@@ -54,7 +54,7 @@ def diagnose(policy: Policy, tokens: PackedTokens, length: int, seed: int, gener
     figures: dict[str, Any] = {
         "recall": recall(policy, tokens),
         "cache_error": cache_error(policy, tokens),
-        "scales": scales.counts(),
+        "scales": monitor.counter.counts(),
         "token_costs": costs,
         "turns": {
             name: [turn_cost(cost, window, new, generated, rate) for new in TURNS for rate in MISS_RATES]
@@ -132,8 +132,13 @@ def _arguments() -> tuple[argparse.Namespace, Policy, PackedTokens]:
 def main() -> int:
     """Measure, print, and write what is asked for."""
     torch.set_num_threads(1)
-    arguments, policy, tokens = _arguments()
-    figures = diagnose(policy, tokens, arguments.length, arguments.seed, arguments.generated)
+    try:
+        arguments, policy, tokens = _arguments()
+        figures = diagnose(policy, tokens, arguments.length, arguments.seed, arguments.generated)
+    except NotFiniteError as error:
+        print(error)
+        print("selection_recall nan")
+        return 1
     print_all(figures)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(plain(figures), indent=1, allow_nan=False))

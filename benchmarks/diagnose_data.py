@@ -15,6 +15,11 @@ from model.checkpoint import load_policy
 from model.config import PolicyConfig
 from model.policy import Policy
 
+
+class NotFiniteError(ArithmeticError):
+    """A policy that cannot even write a document."""
+
+
 _MADE_HERE = ("nano", "pico")
 
 
@@ -75,6 +80,9 @@ def write_documents(policy: Policy, count: int, length: int, seed: int, *, greed
     """[count, length] documents that the policy writes: a first token drawn evenly, then its own choices.
 
     They go on after an end token: what is measured is the network, not what it has to say.
+
+    Raises:
+        NotFiniteError: the policy gives logits that are not finite.
     """
     generator = torch.Generator(device=policy.device).manual_seed(seed)
     vocab = policy.config.vocab_size
@@ -84,6 +92,10 @@ def write_documents(policy: Policy, count: int, length: int, seed: int, *, greed
     one = torch.ones(count, dtype=torch.int64)
     for _ in range(length - 1):
         logits = policy.logits(policy.extend(cache, slots, ids[:, -1:], one))
+        if not bool(logits.isfinite().all()):
+            raise NotFiniteError(
+                "the policy gives logits that are not finite: nothing can be drawn from them"
+            )
         if greedy:
             new = logits.argmax(-1, keepdim=True)
         else:

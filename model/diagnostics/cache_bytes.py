@@ -6,8 +6,9 @@
 - V3: the same in 61 layers: 70,272.
 - V3.2: an FP8 latent record of 656 bytes (512 codes, 4 float32 scales, 64 rotary channels in bfloat16) and an
   index key of 132 bytes (128 codes, a float32 scale), 61 layers: 48,068.
-- V4-Flash: 21 of 43 layers keep one record per 4 tokens, with an index key, and 20 one per 128 tokens, without;
-  a record has 584 bytes (448 FP8 channels, 64 in bfloat16, 8 bytes of scales), an index key 68 (FP4).
+- V4-Flash: 21 of 43 layers keep one record per 4 tokens, with an index key, and 20 one per 128 tokens,
+  without; a record has 584 bytes (448 FP8 channels, 64 in bfloat16, 8 bytes of scales), an index key in FP4
+  68.
 - The policy's: one main and one index record per group of each source of keys, with the sizes of the caches.
 
 Windows, whose size does not grow with the sequence, and open groups are left out everywhere. Sources: the

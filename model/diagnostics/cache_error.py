@@ -1,7 +1,7 @@
 """What the caches' number formats cost: logits with rounded keys against logits without.
 
-Main keys are held in FP4, window keys in FP8, index keys (and the queries that meet them) in FP4. The first two
-change values, the last one only choices; a changed choice is a jump, so the differences have heavy tails.
+Main keys are held in FP4, window keys in FP8, index keys (and the queries that meet them) in FP4. The first
+two change values, the last one only choices; a changed choice is a jump, so the differences have heavy tails.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads the attention of every layer during a forward pass, from outside the layers.
 
-A hook on each attention module sees its input and what it hands on; queries and window keys are computed again
-from that input. The layers themselves know nothing of it.
+A hook on each attention module sees its input and what it hands on; queries and window keys are computed
+again from that input. The layers themselves know nothing of it.
 """
 
 from __future__ import annotations

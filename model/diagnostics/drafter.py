@@ -1,8 +1,8 @@
 """How much of a drafter's proposals the policy would accept, and whether its confidence can be believed.
 
 Each position of a document is drafted from: the policy's features up to it and the document's next token go
-in, a block of proposals comes out. A slot is reached when all earlier proposals equal the document, so that the
-policy's own distribution at that place is known from one forward pass. On documents that the policy wrote
+in, a block of proposals comes out. A slot is reached when all earlier proposals equal the document, so that
+the policy's own distribution at that place is known from one forward pass. On documents that the policy wrote
 greedily nothing else can be accepted, and the rates of greedy verification are exact.
 """
 

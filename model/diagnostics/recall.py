@@ -1,9 +1,9 @@
 """How much attention the selection loses: recall of the chosen main keys against dense attention.
 
-A layer attends to the main keys that an indexer chose, inside a pool of candidate blocks, and a Reuse layer to
-those that another layer chose for itself. Dense attention over every visible main key says what its own queries
-would have looked at. Recall is the share of that mass which lies on the keys in question, weighted by mass,
-so that tokens that hardly look back count for little.
+A layer attends to the main keys that an indexer chose, inside a pool of candidate blocks, and a Reuse layer
+to those that another layer chose for itself. Dense attention over every visible main key says what its own
+queries would have looked at. Recall is the share of that mass which lies on the keys in question, weighted by
+mass, so that tokens that hardly look back count for little.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from model.policy import Policy
 
 @dataclass(frozen=True, slots=True)
 class DistanceRecall:
-    """Main keys whose last token lies `begin` to `end` - 1 tokens before the query (`end` None: all beyond)."""
+    """Main keys that end `begin` .. `end` - 1 tokens before the query; `end` None: all beyond."""
 
     begin: int
     end: int | None

@@ -9,6 +9,7 @@ tokens are new. The share falls with the length of the turn and rises with the s
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -107,7 +108,7 @@ def measured_costs(policy: Policy, length: int) -> TokenCosts:
     return TokenCosts(prefill * share, prefill * (1 - share), min(steps))
 
 
-def _seconds(run) -> float:  # noqa: ANN001
+def _seconds(run: Callable[[], object]) -> float:
     started = time.perf_counter()
     run()
     return time.perf_counter() - started

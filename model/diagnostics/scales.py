@@ -6,17 +6,20 @@ largest value of a block up to 1/16 (the scale itself is rounded); a block count
 scale could not grow further. Power-of-two scales are rounded up and never clip below their upper end.
 
 Counting costs a few comparisons beside the rounding itself and one transfer from the device when the counts
-are read.
+are read. Padding of rows is counted too, as it is rounded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from model.policy import Policy
 from model.quant import e2m1, e4m3
@@ -32,7 +35,10 @@ class ScaleRange:
     largest: float
 
 
-def _floor(scale_of) -> float:  # noqa: ANN001
+_COUNTED = ("floor", "ceiling", "clipped", "nonfinite")
+
+
+def _floor(scale_of: Callable[[Tensor], Tensor]) -> float:
     return float(scale_of(torch.zeros(1, 32)))
 
 
@@ -54,15 +60,15 @@ class ScaleCount:
     """Number of the layer, or `mtp.<number>` of a drafter's block."""
     kind: Rounded
     blocks: int
+    values: int
     floor: int
     """Blocks whose scale is the smallest."""
     ceiling: int
     """Blocks whose scale is the largest."""
-    values: int
     clipped: int
     """Values beyond the largest code."""
     nonfinite: int
-    """Blocks that hold an infinity or no number."""
+    """Blocks that hold an infinity or no number, and have no meaningful scale."""
 
     def shares(self) -> dict[str, float]:
         """Shares of blocks at the floor, at the ceiling and not finite, and of values clipped."""
@@ -76,13 +82,14 @@ class ScaleCount:
 
 
 class ScaleCounter:
-    """Adds up what is rounded while it is the probe; `layer` says where."""
+    """Adds up what is rounded while it is the probe; `layer` says where. Counts may be read in any thread."""
 
     def __init__(self) -> None:
-        self.layer: str | None = None
-        """Where the pass is now; what is rounded elsewhere is not counted."""
+        self.layer = ""
+        """Where the pass is now."""
         self._counts: dict[tuple[str, Rounded], Tensor] = {}
         self._sizes: dict[tuple[str, Rounded], tuple[int, int]] = {}
+        self._lock = threading.Lock()
 
     def leaves_out(self, kind: Rounded) -> bool:
         """Everything is rounded."""
@@ -90,40 +97,40 @@ class ScaleCounter:
 
     def see(self, kind: Rounded, blocks: Tensor, scale: Tensor) -> None:
         """Counts blocks [..., n] with scales [..., 1]."""
-        if self.layer is None:
-            return
         with torch.no_grad():
             limits, magnitude = RANGES[kind], blocks.detach().abs()
+            finite = magnitude.amax(-1, keepdim=True).isfinite()
             counts = torch.stack(
                 [
-                    (scale <= limits.floor).sum(),
-                    (scale >= limits.ceiling).sum(),
-                    (magnitude > limits.largest * scale).sum(),
-                    (~magnitude.amax(-1).isfinite()).sum(),
+                    (finite & (scale <= limits.floor)).sum(),
+                    (finite & (scale >= limits.ceiling)).sum(),
+                    (finite & (magnitude > limits.largest * scale)).sum(),
+                    (~finite).sum(),
                 ]
             )
         key = (self.layer, kind)
-        self._counts[key] = self._counts[key] + counts if key in self._counts else counts
-        done = self._sizes.get(key, (0, 0))
-        self._sizes[key] = (done[0] + scale.numel(), done[1] + blocks.numel())
+        with self._lock:
+            self._counts[key] = self._counts[key] + counts if key in self._counts else counts
+            done = self._sizes.get(key, (0, 0))
+            self._sizes[key] = (done[0] + scale.numel(), done[1] + blocks.numel())
+
+    def clear(self) -> None:
+        """Starts again from nothing."""
+        with self._lock:
+            self._counts, self._sizes = {}, {}
 
     def counts(self) -> tuple[ScaleCount, ...]:
         """The counts so far, in the order in which layers and kinds were first seen."""
-        if not self._counts:
+        with self._lock:
+            found, sizes = dict(self._counts), dict(self._sizes)
+        if not found:
             return ()
-        rows = torch.stack(list(self._counts.values())).tolist()
+        rows = torch.stack(list(found.values())).tolist()
         return tuple(
             ScaleCount(
-                layer,
-                kind,
-                self._sizes[layer, kind][0],
-                floor,
-                ceiling,
-                self._sizes[layer, kind][1],
-                cut,
-                bad,
+                *key, blocks=sizes[key][0], values=sizes[key][1], **dict(zip(_COUNTED, row, strict=True))
             )
-            for (layer, kind), (floor, ceiling, cut, bad) in zip(self._counts, rows, strict=True)
+            for key, row in zip(found, rows, strict=True)
         )
 
     def metrics(self, scope: str) -> dict[str, float]:
@@ -142,35 +149,56 @@ class ScaleCounter:
 def _sum(total: ScaleCount | None, count: ScaleCount) -> ScaleCount:
     if total is None:
         return count
-    fields = ("blocks", "floor", "ceiling", "values", "clipped", "nonfinite")
-    sums = {name: getattr(total, name) + getattr(count, name) for name in fields}
-    return ScaleCount(layer="all", kind=count.kind, **sums)
+    names = ("blocks", "values", *_COUNTED)
+    sums = {name: getattr(total, name) + getattr(count, name) for name in names}
+    return ScaleCount("all", count.kind, **sums)
 
 
-@contextmanager
-def counting_scales(policy: Policy) -> Iterator[ScaleCounter]:
-    """Counts what `policy` rounds inside its blocks, in this thread, until the context ends."""
-    counter = ScaleCounter()
-    modules: dict[str, nn.Module] = {str(block.layer): block for block in policy.blocks}
-    if policy.mtp is not None:
-        modules |= {f"mtp.{number}": block for number, block in enumerate(policy.mtp.blocks)}
+class ScaleMonitor:
+    """Counts what the blocks of `policy` round in every `every`-th pass, in whatever thread it runs.
 
-    def leave(*_: object) -> None:
-        counter.layer = None
+    Use it as a context manager, or `close` it.
+    """
 
-    def enter(name: str):  # noqa: ANN202
-        def set_layer(*_: object) -> None:
-            counter.layer = name
+    def __init__(self, policy: Policy, every: int = 1) -> None:
+        self.counter = ScaleCounter()
+        self._every, self._passes = every, 0
+        self._handles: list[RemovableHandle] = []
+        for block in policy.blocks:
+            self._attach(block, str(block.layer), first=block.layer == 0)
+        for number, block in enumerate([] if policy.mtp is None else policy.mtp.blocks):
+            self._attach(block, f"mtp.{number}", first=False)
 
-        return set_layer
+    def _attach(self, module: nn.Module, name: str, first: bool) -> None:
+        entered: list[AbstractContextManager[None]] = []
 
-    handles = []
-    for name, module in modules.items():
-        handles.append(module.register_forward_pre_hook(enter(name)))
-        handles.append(module.register_forward_hook(leave))
-    try:
-        with probing(counter):
-            yield counter
-    finally:
-        for handle in handles:
+        def enter(*_: object) -> None:
+            self._passes += first
+            if (self._passes - 1) % self._every == 0:
+                self.counter.layer = name
+                entered.append(probing(self.counter))
+                entered[-1].__enter__()
+
+        def leave(*_: object) -> None:
+            while entered:
+                entered.pop().__exit__(None, None, None)
+
+        self._handles.append(module.register_forward_pre_hook(enter))
+        self._handles.append(module.register_forward_hook(leave, always_call=True))
+
+    def metrics(self, scope: str) -> dict[str, float]:
+        """The shares since the last call, by name; empty when nothing was rounded."""
+        found = self.counter.metrics(scope)
+        self.counter.clear()
+        return found
+
+    def close(self) -> None:
+        """Takes its hooks off the policy."""
+        for handle in self._handles:
             handle.remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
