@@ -75,7 +75,11 @@ class SandboxSection(Section):
 
 
 class EngineSection(Section):
-    """The inference engine and how it samples. `max_tokens` bounds a whole sequence."""
+    """The inference engine and how it samples.
+
+    `max_tokens` bounds a whole sequence. In every `scales_every`-th forward pass block scales at their limits
+    are counted (`quant/rollout/...`); 0 never counts.
+    """
 
     name: Literal["native"] = "native"
     max_requests: int = Field(default=128, ge=1)
@@ -85,6 +89,7 @@ class EngineSection(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
     kv_on_update: Literal["keep", "recompute"] = "keep"
+    scales_every: int = Field(default=200, ge=0)
 
 
 class Effort(Section):
