@@ -7,7 +7,7 @@ import re
 import torch
 from torch import Tensor
 
-from benchmarks.parity_data import Case, ModelFile, worst
+from benchmarks.parity_data import DECODE_KEY, Case, ModelFile, fitted, worst
 from model.batch import Trace
 from model.policy import PackedTokens
 
@@ -88,7 +88,8 @@ class CleanRun:
             if ours is None:
                 problems.append(f"no check for {kind}")
                 continue
-            error = worst(ours, expected, self._rows_of(ours.view(expected.shape)))
+            ours = fitted(kind, ours, expected)
+            error = worst(ours, expected, self._rows_of(ours))
             largest = max(largest, error)
             problems += [f"{kind} {error:.1e}"] if error > TAP_LIMIT else []
         detail = f"worst {largest:.1e}" + (f"; {', '.join(problems)}" if problems else "")
@@ -98,10 +99,10 @@ class CleanRun:
         """Compare a discrete choice, and exclude what follows a legitimate difference."""
         expected, ours = taps[kind], self.ours.get(f"layers.{layer}.{kind}")
         if ours is None:
-            if kind == "candidate_mask" and self._all_candidates(layer):
-                return []
-            return [f"no {kind}"]
-        ours = ours.view(expected.shape)
+            if kind != "candidate_mask" or not self._all_candidates(layer):
+                return [f"no {kind}"]
+            ours = torch.ones_like(expected)
+        ours = fitted(kind, ours, expected)
         if kind == "router_ids":
             ours, expected = ours.sort(-1).values, expected.sort(-1).values
         elif kind == "candidate_mask":
@@ -131,6 +132,8 @@ class CleanRun:
         ours = self.ours.get(f"layers.{layer}.{kind}")
         if kind != "router_weights" or ours is None:
             return ours
+        if "router_ids" not in taps:
+            return ours.view(taps[kind].shape).sort(-1).values.gather(-1, taps[kind].argsort(-1).argsort(-1))
         # Order by expert, then undo the reference's own order.
         by_expert = ours.gather(1, self.ours[f"layers.{layer}.router_ids"].argsort(1)).view(taps[kind].shape)
         return by_expert.gather(-1, taps["router_ids"].argsort(-1).argsort(-1))
@@ -163,7 +166,7 @@ class CleanRun:
 
 def check_decode(file: ModelFile, key: str, expected: Tensor) -> Case:
     """A prefill and single-token steps against the reference's own."""
-    match = re.search(r"prefill(\d+)\.logits$", key)
+    match = DECODE_KEY.search(key)
     if match is None:
         return Case(f"decode {key}", False, "the key names no prefill length")
     ours = decode_logits(file, int(match[1]))
