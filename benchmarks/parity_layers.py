@@ -76,15 +76,16 @@ class LayerRun:
         owner, chooser = config.kv_owner(layer), config.index_owner(layer)
         own = self.ours[owner][2]
         main, keys = self._keys(owner, "main_kv", own.main), self._keys(owner, "index_k", own.index_keys)
+        if config.mode(layer) is AttentionMode.REINDEX:
+            return Globals(main, keys, None, self._candidates(layer))
         index = self._tap(chooser, "index_topk")
         if index is None:
             chosen = self.ours[chooser][2].selection
             assert chosen is not None
             index = chosen.index
         visible = batch.rows[0].groups(config.ratio(layer)).visible
-        width = main.dense().shape[1]
-        selection = Selection(visible, width, None if index is None else index.long())
-        return Globals(main, keys, selection, self._candidates(layer))
+        selection = Selection(visible, main.dense().shape[1], None if index is None else index.long())
+        return Globals(main, keys, selection)
 
     def _keys(self, owner: int, name: str, own: KeySource | None) -> KeySource:
         tap = self._tap(owner, name)
