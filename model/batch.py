@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from model.choices import Capture, Choices
+from model.layers.exact import fill
 from model.layers.rope import Rotation
 from model.rows import CacheTarget, Rows
 
@@ -27,6 +29,8 @@ class PackedTokens:
     token_ids: Tensor
     cu_seqlens: Tensor
     images: ImageTokens | None = None
+    choices: Choices | None = None
+    """What to choose in place of the pass's own choices."""
 
 
 class Trace:
@@ -45,23 +49,41 @@ class Batch:
 
     def __init__(self, rows: list[Rows], order: Tensor | None, trace: Trace | None = None) -> None:
         self.rows, self._order, self.trace = rows, order, trace
-        position = self.merge([row.unpad(row.position) for row in rows])
-        self.position = position
+        self.position = self._joined([row.unpad(row.position) for row in rows])
+        self.total = self.position.shape[0]
         self.image: Tensor | None = None
         """[T] bool, true on tokens of image spans; None: text only."""
+        self.choices: Choices | None = None
+        self.capture: Capture | None = None
         self._rotations: dict[int, tuple[Rotation, Rotation]] = {}
 
     def record(self, name: str, value: Tensor) -> None:
         """Keep `value` when this pass is traced."""
         if self.trace is not None:
-            self.trace.record(name, value)
+            self.trace.record(name, value[: self.total])
 
     def mark_images(self, images: ImageTokens | None) -> None:
         """Tell the layers which tokens belong to images."""
-        self.image = None if images is None else images.types >= 0
+        self.image = None if images is None else fill(images.types >= 0)
+
+    def forced_experts(self, layer: int) -> Tensor | None:
+        """[T, k] experts of `layer` to go to; None: free."""
+        forced = None if self.choices is None else self.choices.experts_of(layer)
+        return None if forced is None else fill(forced)
+
+    def forced_selection(self, layer: int, rows: Rows) -> Tensor | None:
+        """[B, L, K] main keys that the tokens of `rows` select in `layer`; None: free."""
+        forced = None if self.choices is None else self.choices.selection_of(layer)
+        return None if forced is None else rows.pad(forced)
 
     def merge(self, parts: list[Tensor]) -> Tensor:
-        """Put together what each of `rows` computed for its tokens, in the order of the packed tokens."""
+        """Put together what each of `rows` computed for its tokens, in the order of the packed tokens.
+
+        In exact mode they are filled up to whole blocks, as all token-wise values are.
+        """
+        return fill(self._joined(parts))
+
+    def _joined(self, parts: list[Tensor]) -> Tensor:
         if len(parts) == 1 and self._order is None:
             return parts[0]
         joined = torch.cat(parts)
@@ -71,7 +93,7 @@ class Batch:
         """The tokens' rotations ([T, r / 2], [T, 1, r / 2]) with the frequencies of a layer of `ratio`."""
         kind = min(ratio, 1)
         if kind not in self._rotations:
-            rotation = Rotation.at(self.position, frequencies)
+            rotation = Rotation.at(fill(self.position), frequencies)
             self._rotations[kind] = (rotation, rotation.per_head())
         return self._rotations[kind]
 

@@ -16,12 +16,14 @@ from torch.nn import functional as F
 from model.balance import BALANCE_SPEED, balance_loss, expert_load, move_bias
 from model.batch import Batch, PackedTokens, Trace
 from model.cache.policy_cache import PolicyCache, Storage
+from model.choices import Capture
 from model.config import PolicyConfig, VisionConfig
 from model.dspark import Drafter
 from model.initialization import initialize
 from model.layers.attention import Globals, RunOptions
 from model.layers.block import Block
 from model.layers.engram_hash import DEAD, EngramHash, look_back
+from model.layers.exact import fill, in_own_mode, matmul
 from model.layers.hyper_connections import collapse
 from model.layers.indexer_loss import Supervision, Variant
 from model.layers.moe import Routing
@@ -57,12 +59,19 @@ class PolicyOutput:
 
 
 class Policy(nn.Module):
-    """The network. `fake_quant` rounds keys as the caches store them, with straight-through gradients."""
+    """The network.
+
+    Attributes:
+        fake_quant: round keys as the caches store them, with straight-through gradients.
+        exact: make a token's result the same bits whatever is computed beside it, in training and from a
+            cache alike; slower.
+    """
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__()
         self.config = config
         self.fake_quant = False
+        self.exact = False
         self.dense_limit = _DENSE_LIMIT
         dtype = getattr(torch, config.dtype)
         self.embed = nn.Module()
@@ -106,11 +115,13 @@ class Policy(nn.Module):
         """Fill all weights from `seed`."""
         initialize(self, seed)
 
+    @in_own_mode
     def forward(
         self,
         tokens: PackedTokens,
         *,
         indexer_loss: bool | Variant = False,
+        capture: Capture | None = None,
         trace: Trace | None = None,
     ) -> PolicyOutput:
         """Run documents for training; nothing is seen across a document's start.
@@ -119,9 +130,17 @@ class Policy(nn.Module):
             tokens: the documents.
             indexer_loss: also compute the indexers' training loss, over each token's own selection (True or
                 "sparse") or over everything selectable ("dense").
+            capture: where to keep what was chosen.
             trace: where to keep intermediate results.
+
+        Raises:
+            ValueError: `tokens.choices` were recorded over other tokens or with another configuration.
         """
         batch = Batch.of_documents(tokens, self.config.sliding_window, trace)
+        batch.choices, batch.capture = tokens.choices, capture
+        if tokens.choices is not None:
+            experts, chosen = self.config.n_routed_experts, self.config.num_experts_per_tok
+            tokens.choices.check(batch.total, len(self.layers), experts, chosen)
         supervision = None
         if indexer_loss:
             supervision = Supervision("sparse" if indexer_loss is True else indexer_loss)
@@ -130,8 +149,9 @@ class Policy(nn.Module):
         rows = self._document_engram(tokens.token_ids, batch)
         embedded = self._embed(tokens.token_ids, tokens.images)
         streams, weights, routings = self._run(embedded, batch, rows, None, options)
-        hidden = self.norm(collapse(weights, streams))
-        image, experts = batch.image, self.config.n_routed_experts
+        hidden = self.norm(collapse(weights, streams))[: batch.total]
+        image = None if batch.image is None else batch.image[: batch.total]
+        experts = self.config.n_routed_experts
         aux = PolicyAux(
             expert_load=expert_load(routings, experts, None if image is None else ~image),
             image_expert_load=None if image is None else expert_load(routings, experts, image),
@@ -146,12 +166,13 @@ class Policy(nn.Module):
             raise ValueError("this policy has no image tower: its configuration lacks vision_config")
         return self.aligner(self.vision(patches, grid), grid)
 
+    @in_own_mode
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., d] to float32 [..., V]."""
         weight: Tensor = self.head.weight  # pyright: ignore[reportAssignmentType]
         if hidden.dtype is torch.bfloat16:
-            return F.linear(hidden.float(), weight.float())
-        return F.linear(hidden, weight)
+            return matmul(hidden.float(), weight.float())
+        return matmul(hidden, weight)
 
     def new_cache(
         self, max_sequences: int, max_tokens: int, *, storage: Storage = "dense", pages: int | None = None
@@ -171,6 +192,7 @@ class Policy(nn.Module):
             cache.blank_tail = int(self._pad_id())
         return cache
 
+    @in_own_mode
     def extend(
         self,
         cache: PolicyCache,
@@ -179,6 +201,7 @@ class Policy(nn.Module):
         lengths: Tensor,
         *,
         images: ImageTokens | None = None,
+        capture: Capture | None = None,
         trace: Trace | None = None,
     ) -> Tensor:
         """Append tokens to cached sequences: a prefill, a tool's answer or one decoded token each.
@@ -189,6 +212,7 @@ class Policy(nn.Module):
             token_ids: [B, L] int64; row b counts up to `lengths[b]`.
             lengths: [B] int64, 1 .. L.
             images: the images among the new tokens, with types [B, L].
+            capture: where to keep what was chosen for the new tokens, packed row after row.
             trace: where to keep intermediate results.
 
         Returns:
@@ -210,6 +234,7 @@ class Policy(nn.Module):
             )
         cache.make_room(slot_list, length_list)
         batch = Batch.of_cached(cache, slots, length_list, self.config.sliding_window, trace)
+        batch.capture = capture
         row = batch.rows[0]
         packed = row.unpad(token_ids[:, : row.length])
         options = RunOptions(self.fake_quant, self.dense_limit)
@@ -220,8 +245,8 @@ class Policy(nn.Module):
         embedded = self._embed(packed, images)
         streams, weights, _ = self._run(embedded, batch, engram_rows, cache, options)
         cache.advance(slot_list, length_list)
-        last = row.last
-        return self.norm(collapse(weights[last], streams[last]))
+        last = fill(row.last)
+        return self.norm(collapse(weights[last], streams[last]))[: row.count]
 
     def update_balance(
         self, load: Tensor, image_load: Tensor | None = None, speed: float = BALANCE_SPEED
@@ -242,6 +267,7 @@ class Policy(nn.Module):
         options: RunOptions,
     ) -> tuple[Tensor, Tensor, list[Routing]]:
         n = self.config.hc_mult
+        embedded, rows = fill(embedded), None if rows is None else fill(rows)
         streams = embedded.unsqueeze(1).expand(-1, n, -1).contiguous()
         weights = torch.zeros(embedded.shape[0], n, device=streams.device)
         weights[:, 0] = 1.0
@@ -253,7 +279,9 @@ class Policy(nn.Module):
             if batch.trace is not None and block.layer in self.config.dspark_target_layer_ids:
                 features.append(streams.float().mean(1).to(streams.dtype))
             streams, weights, shared, routing = block(streams, weights, batch, shared, cache, options)
-            routings.append(routing)
+            routings.append(routing.first(batch.total))
+        if batch.capture is not None:
+            batch.capture.expert_ids = torch.stack([r.expert_ids for r in routings], dim=1)
         if features:
             batch.record("main_hidden", torch.cat(features, dim=-1))
         return streams, weights, routings
@@ -269,7 +297,7 @@ class Policy(nn.Module):
     def _compressed(self, token_ids: Tensor, batch: Batch) -> Tensor:
         """Compressed ids [T], dead where a token belongs to an image."""
         ids = self.token_map[token_ids]  # pyright: ignore[reportOptionalSubscript]
-        return ids if batch.image is None else ids.masked_fill(batch.image, DEAD)
+        return ids if batch.image is None else ids.masked_fill(batch.image[: batch.total], DEAD)
 
     def _embed(self, token_ids: Tensor, images: ImageTokens | None) -> Tensor:
         """[T, d] of text and images."""

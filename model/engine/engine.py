@@ -28,7 +28,7 @@ from model.engine.requests import (
     check_request,
 )
 from model.engine.rows import Rows
-from model.engine.sampler import Sampled, sample
+from model.engine.sampler import sample
 from model.engine.scheduler import Cache, Scheduler
 
 
@@ -248,7 +248,7 @@ class Engine:
         drawn = sample(logits, self._rows.sampling.take(rows), self._rows.length[rows])
         if failed := not drawn.finite.all():
             ended += [self._fail(int(row)) for row in rows[~drawn.finite]]
-            rows, drawn = rows[drawn.finite], _select(drawn, drawn.finite)
+            rows, drawn = rows[drawn.finite], drawn.take(drawn.finite)
         self._rows.append(rows, drawn.token_ids, drawn.logprobs, self.version)
         ids = self._rows.request_id[rows]
         stopped = self._rows.stopped(rows)
@@ -281,10 +281,6 @@ class Engine:
             f"{self._rows.session[row]!r} (weights of version {self.version}); check the weights"
         )
         return self._end(row, Finish.ERROR, error)
-
-
-def _select(drawn: Sampled, rows: np.ndarray) -> Sampled:
-    return Sampled(drawn.token_ids[rows], drawn.logprobs[rows], drawn.full_logprobs[rows], drawn.finite[rows])
 
 
 def _as_tensor(value: Tensor | np.ndarray) -> Tensor:

@@ -74,7 +74,9 @@ class Block(nn.Module):
         batch.record(name + "attn_out", update)
         streams = mix(carry, streams, write, update)
         weights, write, carry = self.hc_ffn(streams)
-        update, routing = self.ffn(self.ffn_norm(collapse(next_weights, streams)), batch.image)
+        update, routing = self.ffn(
+            self.ffn_norm(collapse(next_weights, streams)), batch.image, batch.forced_experts(self.layer)
+        )
         batch.record(name + "ffn_out", update)
         streams = mix(carry, streams, write, update)
         if batch.trace is not None:
