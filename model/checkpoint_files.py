@@ -81,6 +81,46 @@ class ShardReader:
             )
         return self._files[self._where[name]].get_tensor(name)
 
+    def map(self, name: str) -> Tensor:
+        """One tensor as a view of its file: read from it as it is used, and never copied as a whole.
+
+        Raises:
+            MissingTensor: there is no such tensor.
+            DamagedFile: it does not lie in the file as its type needs.
+        """
+        if name not in self._where:
+            raise MissingTensor(
+                f"the checkpoint has no tensor {name!r}: its configuration does not belong to it"
+            )
+        return _mapped(self._where[name], name)
+
+
+_TYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.uint8,
+    "U8": torch.uint8,
+}
+"""Types of tensors that are mapped. Scale bytes are read as bytes."""
+
+
+def _mapped(file: Path, name: str) -> Tensor:
+    """The format: the length of a JSON header in eight bytes, the header, the data (where offsets begin)."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        entry = json.loads(opened.read(length))[name]
+    begin, end = (8 + length + offset for offset in entry["data_offsets"])
+    if entry["dtype"] not in _TYPES:
+        raise WrongShape(f"tensor {name!r} is {entry['dtype']}, which is not mapped: load it instead")
+    dtype = _TYPES[entry["dtype"]]
+    if begin % dtype.itemsize:
+        raise DamagedFile(
+            f"{file}: tensor {name!r} begins at an odd place, so that it cannot be mapped: load it"
+        )
+    data = torch.from_file(str(file), shared=False, size=end, dtype=torch.uint8)
+    return data[begin:end].view(dtype).view(entry["shape"])
+
 
 class ShardWriter:
     """Collects tensors and writes a shard whenever `shard_bytes` are reached; `finish` writes the index."""

@@ -119,7 +119,7 @@ def test_what_cannot_teach_is_dropped_and_counted(make_policy, sampled, make_gro
 def step_gradients(trainer, groups):
     kept = {}
     trainer.optimizer.step = lambda fraction: kept.update(
-        {n: p.grad.clone() for n, p in trainer.optimizer.parameters.items() if p.grad is not None}
+        {n: p.grad.to_dense().clone() for n, p in trainer.optimizer.parameters.items() if p.grad is not None}
     )
     return trainer.step(groups), kept
 
