@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.parity_data import DECODE_KEY, Case, ModelFile, fitted, worst
+from benchmarks.parity_margins import margin
 from model.batch import Trace
 from model.policy import PackedTokens
 
@@ -84,7 +85,11 @@ class CleanRun:
         for kind, expected in taps.items():
             if kind in _CHOICES:
                 continue
-            ours = self._margin(layer, kind) if kind.endswith("_margin") else self._value(layer, kind, taps)
+            ours = (
+                margin(self.file.config, layer, kind, self.ours, self.length)
+                if kind.endswith("_margin")
+                else self._value(layer, kind, taps)
+            )
             if ours is None:
                 problems.append(f"no check for {kind}")
                 continue
@@ -137,31 +142,6 @@ class CleanRun:
         # Order by expert, then undo the reference's own order.
         by_expert = ours.gather(1, self.ours[f"layers.{layer}.router_ids"].argsort(1)).view(taps[kind].shape)
         return by_expert.gather(-1, taps["router_ids"].argsort(-1).argsort(-1))
-
-    def _margin(self, layer: int, kind: str) -> Tensor | None:
-        """Distance between the last accepted and the first rejected value, from our own scores."""
-        config = self.file.config
-        if kind == "router_margin":
-            scores, count = self.ours.get(f"layers.{layer}.router_scores"), config.num_experts_per_tok
-        else:
-            scores, count = self.ours.get(f"layers.{layer}.index_scores"), config.index_topk
-        if scores is None:
-            return None
-        if kind == "candidate_margin":
-            scores, count = self._block_scores(layer, scores), config.candidate_topk_blocks
-        if scores.shape[-1] <= count:
-            return torch.full(scores.shape[:-1], torch.inf)
-        values = scores.sort(-1, descending=True).values
-        margin = values[..., count - 1] - values[..., count]
-        return margin.masked_fill(values[..., count] == -torch.inf, torch.inf)
-
-    def _block_scores(self, layer: int, scores: Tensor) -> Tensor:
-        size = self.file.config.candidate_block_size
-        width = scores.shape[-1]
-        padded = torch.nn.functional.pad(scores, (0, -width % size), value=-torch.inf)
-        best = padded.unflatten(-1, (-1, size)).amax(-1)
-        newest = ((torch.arange(self.length) + 1) // self.file.config.ratio(layer) - 1) // size
-        return best.masked_fill(torch.arange(best.shape[-1]) == newest[:, None], torch.inf)
 
 
 def check_decode(file: ModelFile, key: str, expected: Tensor) -> Case:
