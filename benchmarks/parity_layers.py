@@ -48,6 +48,8 @@ class LayerRun:
         self.exact_median, self.median = (_SAME_ROUNDING if one_tile else median), median
         self.ours: dict[int, tuple[Tensor, Tensor, Globals]] = {}
         """What our layers gave: streams, A, and what they handed on."""
+        self.boundary: Tensor | None = None
+        """What the first layer of the decoder reads, once it has."""
 
     def cases(self) -> list[Case]:
         """One case a layer, and the ends."""
@@ -90,7 +92,7 @@ class LayerRun:
             chosen = self.ours[chooser][2].selection
             assert chosen is not None
             index = chosen.index
-        visible = batch.rows[0].groups(config.ratio(layer)).visible
+        visible = batch.rows[0].visible(config.ratio(layer))
         selection = Selection(visible, main.dense().shape[1], None if index is None else index.long())
         return Globals(main, keys, selection)
 
@@ -119,9 +121,16 @@ class LayerRun:
             streams = block.inject(streams, batch, policy._document_engram(tokens.token_ids, batch))
             streams = streams if injected is None else injected.flatten(0, 1)
         options = RunOptions(policy.fake_quant, policy.dense_limit)
-        streams, weights, shared, _ = block(
-            streams, weights, batch, [self._shared(layer, batch)], None, options
-        )
+        x = block.attention_input(streams, weights)
+        if layer == self.config.decoder_start:
+            self.boundary = x
+        if self.config.mode(layer) is AttentionMode.FULL:
+            # In the decoder every source of keys projects what its first layer reads.
+            read = x if self.boundary is None else self.boundary
+            shared = block.attn.add_keys(read, batch, None, options)
+        else:
+            shared = [self._shared(layer, batch)]
+        streams, weights, shared, _ = block(streams, x, batch, shared, None, options)
         self.ours[layer] = (streams, weights, shared[0])
         return self._compare(layer, trace.values)
 

@@ -43,7 +43,7 @@ class AttentionView:
     @property
     def visible(self) -> Tensor:
         """[B, L] number of main keys that a token may see."""
-        return self.rows.groups(self.attention.ratio).visible
+        return self.rows.visible(self.attention.ratio)
 
     def chunks(self) -> list[tuple[int, int]]:
         """Ranges of tokens whose dense scores fit in memory together."""

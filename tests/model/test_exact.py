@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from model.policy import PackedTokens, Policy
+from model.rows import Rows
 
 LENGTHS = [41, 1, 33, 7, 2, 19]
 """Lengths that fall into several buckets and fill no block."""
@@ -59,15 +60,21 @@ def contents(policy, cache, slot):
     """Everything the cache holds of a sequence, as floats."""
     slots, config = torch.tensor([slot]), policy.config
     length = cache.length(slot)
-    filled = torch.arange(max(0, length - config.sliding_window), length) % config.sliding_window
-    kept = [cache.windows.gather(layer, slots)[0, filled] for layer in range(config.num_hidden_layers)]
+    window = config.sliding_window
+    rows = Rows([length], [1], [0], 1, window, slots.device, cache.target(slots))
+    reached = slice(max(0, window - 1 - length), None)
+
+    def last(count, entries):
+        return torch.arange(max(0, length - count), length) % entries
+
+    kept = [cache.windows.gather(layer, rows)[0, reached] for layer in range(config.num_hidden_layers)]
     for layer, main in cache.main.items():
         groups = length // config.ratio(layer)
         kept += [main.gather(slots, groups).dense()[0]] if groups else []
         kept += [cache.index_keys[layer].gather(slots, groups).dense()[0]] if groups else []
     for layer, pending in cache.pending.items():
-        kept.append(pending[slot, : length % config.ratio(layer)])
-    return [*kept, cache.tail[slot]]
+        kept.append(pending[slot, last(length % config.ratio(layer), pending.shape[1])])
+    return [*kept, cache.tail[slot, last(cache.reach, cache.tail.shape[1])]]
 
 
 def assert_same(ours, theirs):
