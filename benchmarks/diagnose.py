@@ -5,9 +5,9 @@
 CKPT is a checkpoint folder or the name of a preset (nano, pico), whose weights are then drawn from `--seed`.
 Documents are the policy's own unless `--data` names a file with one JSON list of token ids a line. Printed
 are: the attention mass that candidate pool and selections miss, by layer and by distance; what rounded caches
-do to the logits; scales at the ends of their range; what bounded replay costs; acceptance of drafts; expert
-load; bytes of cache a token. The last line is the share of dense attention mass on main keys that the layers
-keep. The exit status is 1 when any figure is not finite.
+do to the logits; scales at the ends of their range; what bounded replay costs and gets wrong; acceptance of
+drafts; expert load; bytes of cache a token. The last line is the share of dense attention mass on main keys
+that the layers keep. The exit status is 1 when any figure is not finite.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from model.diagnostics.drafter import draft_acceptance
 from model.diagnostics.experts import expert_load
 from model.diagnostics.recall import LayerRecall, recall
 from model.diagnostics.replay_cost import measured_costs, parameter_costs, turn_cost
+from model.diagnostics.replay_error import replay_errors
 from model.diagnostics.scales import ScaleMonitor
 from model.policy import Policy
 
@@ -46,10 +47,9 @@ def diagnose(policy: Policy, tokens: PackedTokens, length: int, seed: int, gener
     policy.fake_quant = True
     with torch.no_grad(), ScaleMonitor(policy) as monitor:
         policy(tokens)
-    costs = {
-        "measured": measured_costs(policy, length),
-        "parameters": parameter_costs(config),
-    }
+    costs = {"parameters": parameter_costs(config)}
+    if config.decoder_start is not None:
+        costs["measured"] = measured_costs(policy, length)
     window = config.sliding_window
     figures: dict[str, Any] = {
         "recall": recall(policy, tokens),
@@ -63,6 +63,10 @@ def diagnose(policy: Policy, tokens: PackedTokens, length: int, seed: int, gener
         "experts": expert_load(policy, tokens),
         "cache_bytes": generations(config),
     }
+    prompt = min(4 * window, length - 8)
+    if config.decoder_start is not None and prompt > window:
+        own = write_documents(policy, 4, prompt + 8, seed)
+        figures["replay_error"] = replay_errors(policy, own, prompt)
     if policy.mtp is not None:
         own = write_documents(policy, 4, min(length, 64 + config.dspark_block_size), seed, greedy=True)
         figures["drafter"] = draft_acceptance(policy, own)

@@ -11,6 +11,7 @@ from model.diagnostics.drafter import DraftAcceptance
 from model.diagnostics.experts import LayerLoad
 from model.diagnostics.recall import LayerRecall
 from model.diagnostics.replay_cost import TurnCost
+from model.diagnostics.replay_error import ReplayError
 from model.diagnostics.scales import ScaleCount
 
 
@@ -21,6 +22,8 @@ def print_all(figures: dict[str, Any]) -> None:
     print_scales(figures["scales"])
     for name, turns in figures["turns"].items():
         print_turns(name, turns)
+    if "replay_error" in figures:
+        print_replay_error(figures["replay_error"])
     if "drafter" in figures:
         print_drafter(figures["drafter"])
     print_experts(figures["experts"])
@@ -98,9 +101,28 @@ def print_turns(name: str, turns: Sequence[TurnCost]) -> None:
         f"replay as a share of a turn, costs {name}",
         ("new tokens", *(f"{rate:.0%} lost" for rate in rates)),
         (
-            (f"{new}", *(_share(shares[new, rate]) for rate in rates))
+            (f"{new}", *(f"{shares[new, rate]:.2%}" for rate in rates))
             for new in sorted({turn.new for turn in turns})
         ),
+    )
+
+
+def print_replay_error(kinds: dict[str, ReplayError]) -> None:
+    """Window keys and logits after a replay."""
+    rows = []
+    for name, error in kinds.items():
+        for when, logits in (("last of prompt", error.first), ("after it", error.later)):
+            figures = (f"{logits.rms:.2e}", f"{logits.largest:.2e}", f"{logits.kl:.2e}", _share(logits.top))
+            rows.append((name, when, *figures))
+    table(
+        "logits after bounded replay against exact ones",
+        ("replayed", "token", "relative rms", "largest", "kl nats", "same top token"),
+        rows,
+    )
+    table(
+        "window keys after bounded replay: relative rms by layer",
+        ("replayed", *map(str, range(len(next(iter(kinds.values())).keys)))),
+        ((name, *(f"{value:.1e}" for value in error.keys)) for name, error in kinds.items()),
     )
 
 

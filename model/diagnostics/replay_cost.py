@@ -57,15 +57,9 @@ def turn_cost(costs: TokenCosts, window: int, new: int, generated: int, miss_rat
     return TurnCost(new, miss_rate, base + miss_rate * lost, miss_rate * lost)
 
 
-def decoder_start(config: PolicyConfig) -> int:
-    """First layer of the decoder: the first source of keys in the second half; the middle where none is."""
-    middle = config.num_hidden_layers // 2
-    return min((layer for layer in config.kv_source_layer_ids if layer >= middle), default=middle)
-
-
 def parameter_costs(config: PolicyConfig) -> TokenCosts:
     """Costs in parameters that a token meets, the measure of work where arithmetic is the limit."""
-    start = decoder_start(config)
+    start = config.num_hidden_layers // 2 if config.decoder_start is None else config.decoder_start
     encoder = sum(_active(config, layer) for layer in range(start))
     decoder = sum(_active(config, layer) for layer in range(start, config.num_hidden_layers))
     head = config.vocab_size * config.hidden_size
@@ -89,23 +83,28 @@ def _active(config: PolicyConfig, layer: int) -> int:
 
 @torch.inference_mode()
 def measured_costs(policy: Policy, length: int) -> TokenCosts:
-    """Costs in seconds on this machine: a prefill of `length` tokens, and single steps after it.
+    """Costs in seconds on this machine: prefills of `length` tokens through both halves and through the encoder
+    alone, and single steps.
 
-    The halves share the time of a prefill by the parameters that a token meets in them.
+    Raises:
+        ValueError: the policy has no decoder of its own.
     """
-    cache = policy.new_cache(1, length + _REPEATS)
+    cache = policy.new_cache(1, length + 1)
     ids = torch.zeros(1, length, dtype=torch.int64, device=policy.device)
-    prefills, steps = [], []
+    lengths, one = torch.tensor([length]), torch.ones(1, dtype=torch.int64)
+    whole, encoder, steps = [], [], []
     for _ in range(_REPEATS):
         slot = torch.tensor([cache.allocate()], device=policy.device)
-        prefills.append(_seconds(lambda s=slot: policy.extend(cache, s, ids, torch.tensor([length]))))
-        steps.append(
-            _seconds(lambda s=slot: policy.logits(policy.extend(cache, s, ids[:, :1], torch.tensor([1]))))
+        whole.append(_seconds(lambda s=slot: policy.extend(cache, s, ids, lengths)))
+        steps.append(_seconds(lambda s=slot: policy.logits(policy.extend(cache, s, ids[:, :1], one))))
+        cache.free(int(slot))
+        slot = torch.tensor([cache.allocate()], device=policy.device)
+        encoder.append(
+            _seconds(lambda s=slot: policy.extend(cache, s, ids, lengths, decode_from=lengths.to(s.device)))
         )
         cache.free(int(slot))
-    work, prefill = parameter_costs(policy.config), min(prefills) / length
-    share = work.encoder / (work.encoder + work.decoder)
-    return TokenCosts(prefill * share, prefill * (1 - share), min(steps))
+    half = min(encoder) / length
+    return TokenCosts(half, max(min(whole) / length - half, 0.0), min(steps))
 
 
 def _seconds(run: Callable[[], object]) -> float:

@@ -15,12 +15,15 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Self
+from types import MethodType
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from model.config import AttentionMode
+from model.layers.attention import Attention, Globals
 from model.policy import Policy
 from model.quant import e2m1, e4m3
 from model.quant.blocks import Rounded, index_scale, main_scale, probing, window_scale
@@ -164,12 +167,19 @@ class ScaleMonitor:
         self.counter = ScaleCounter()
         self._every, self._passes = every, 0
         self._handles: list[RemovableHandle] = []
+        self._wrapped: list[Attention] = []
         for block in policy.blocks:
-            self._attach(block, str(block.layer), first=block.layer == 0)
+            makes_keys = block.attn.mode is AttentionMode.FULL
+            first = block.layer == 0
+            enter, leave = self._turnstile(str(block.layer), first and not makes_keys)
+            self._attach(block, enter, leave)
+            if makes_keys:
+                self._wrap(block.attn, *self._turnstile(str(block.layer), first))
         for number, block in enumerate([] if policy.mtp is None else policy.mtp.blocks):
-            self._attach(block, f"mtp.{number}", first=False)
+            self._attach(block, *self._turnstile(f"mtp.{number}", False))
 
-    def _attach(self, module: nn.Module, name: str, first: bool) -> None:
+    def _turnstile(self, name: str, first: bool) -> tuple[Callable[..., None], Callable[..., None]]:
+        """What to call before and after the part `name` of a pass; `first`: with it a pass begins."""
         entered: list[AbstractContextManager[None]] = []
 
         def enter(*_: object) -> None:
@@ -183,8 +193,24 @@ class ScaleMonitor:
             while entered:
                 entered.pop().__exit__(None, None, None)
 
+        return enter, leave
+
+    def _attach(self, module: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> None:
         self._handles.append(module.register_forward_pre_hook(enter))
         self._handles.append(module.register_forward_hook(leave, always_call=True))
+
+    def _wrap(self, attention: Attention, enter: Callable[..., None], leave: Callable[..., None]) -> None:
+        """Main keys are made beside the forward pass of their block, which has no hooks there."""
+
+        def add_keys(own: Attention, *args: Any, **kwargs: Any) -> list[Globals]:
+            enter()
+            try:
+                return type(own).add_keys(own, *args, **kwargs)
+            finally:
+                leave()
+
+        attention.add_keys = MethodType(add_keys, attention)
+        self._wrapped.append(attention)
 
     def metrics(self, scope: str) -> dict[str, float]:
         """The shares since the last call, by name; empty when nothing was rounded."""
@@ -196,6 +222,9 @@ class ScaleMonitor:
         """Takes its hooks off the policy."""
         for handle in self._handles:
             handle.remove()
+        for attention in self._wrapped:
+            del attention.add_keys
+        self._handles, self._wrapped = [], []
 
     def __enter__(self) -> Self:
         return self

@@ -15,6 +15,7 @@ from model.diagnostics.cache_error import cache_error, logit_error
 from model.diagnostics.drafter import draft_acceptance
 from model.diagnostics.experts import expert_load, load_of
 from model.diagnostics.recall import distance_edges, recall
+from model.diagnostics.replay_error import replay_errors
 from model.diagnostics.scales import RANGES, ScaleCounter, ScaleMonitor
 from model.policy import PackedTokens, Policy
 from model.quant import blocks
@@ -159,6 +160,7 @@ def test_the_monitor_says_which_layer(nano):
     rest = [count for key, count in counts.items() if key not in {("2", "window"), ("1", "main")}]
     assert {(c.floor, c.ceiling, c.nonfinite) for c in rest} == {(0, 0, 0)}
     assert not any(block._forward_hooks or block._forward_pre_hooks for block in nano.blocks)
+    assert not any("add_keys" in vars(block.attn) for block in nano.blocks)
 
 
 def test_the_monitor_looks_at_every_nth_pass_and_names_its_metrics(nano):
@@ -280,6 +282,33 @@ def test_costs_of_the_released_model_are_its_active_parameters():
     costs = replay_cost.parameter_costs(PolicyConfig.preset("official"))
     assert costs.encoder == pytest.approx(7.5e9, rel=0.03)
     assert costs.step == pytest.approx(15.7e9, rel=0.03)
+
+
+def test_a_replay_that_covers_everything_has_no_error(nano):
+    """A policy whose window is one token has nothing to lose in its windows."""
+    policy = Policy(replace(nano.config, sliding_window=1))
+    errors = replay_errors(policy, documents(40).token_ids[None], 20)
+    for error in errors.values():
+        assert max(error.keys) < 1e-5 and error.first.largest < 1e-4 and error.later.largest < 1e-4
+
+
+def test_replay_errors_begin_where_windows_meet(nano):
+    """The decoder's first layer reads exact states; later ones read what saw too few keys."""
+    token_ids = documents(60, 60).token_ids.view(2, 60)
+    errors = replay_errors(nano, token_ids, 50)
+    start = nano.config.decoder_start
+    assert max(errors["decoder"].keys[: start + 1]) < 1e-5
+    assert min(errors["decoder"].keys[start + 1 :]) > 1e-3
+    both = errors["encoder and decoder"]
+    assert both.keys[0] < 1e-5 < 1e-3 < both.keys[1] and both.first.kl > 0
+    assert 0 < errors["decoder"].first.rms < 0.5
+
+
+def test_a_replay_needs_a_prompt_and_more(nano):
+    token_ids = documents(40).token_ids[None]
+    for prompt in (16, 40):
+        with pytest.raises(ValueError, match="longer than the window"):
+            replay_errors(nano, token_ids, prompt)
 
 
 def test_measured_costs_are_positive(nano):
