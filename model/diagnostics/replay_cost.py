@@ -83,8 +83,9 @@ def _active(config: PolicyConfig, layer: int) -> int:
 
 @torch.inference_mode()
 def measured_costs(policy: Policy, length: int) -> TokenCosts:
-    """Costs in seconds on this machine: prefills of `length` tokens through both halves and through the encoder
-    alone, and single steps.
+    """Costs in seconds on this machine.
+
+    Timed are prefills of `length` tokens through both halves and through the encoder alone, and single steps.
 
     Raises:
         ValueError: the policy has no decoder of its own.
