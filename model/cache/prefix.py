@@ -402,7 +402,7 @@ class PrefixStore:
         if (partial := state.pop(_PARTIAL, None)) is not None:
             found.held.append(None)
             found.contents.append(partial.numpy().tobytes())
-        slot = cache.lay_down(progress_of(state), found.held)
+        slot = cache.take_over(progress_of(state), found.held)
         restore_tail(cache, slot, state)
         return slot
 

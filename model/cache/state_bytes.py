@@ -17,7 +17,7 @@ from torch import Tensor
 from model.cache.main_kv import PackedGroupCache
 from model.cache.policy_cache import PolicyCache
 from model.cache.progress import Progress
-from model.cache.swa import PackedWindowRing
+from model.cache.transfer import by_slot
 
 _PROGRESS = "progress"
 
@@ -97,6 +97,4 @@ def restore_tail(cache: PolicyCache, slot: int, state: dict[str, Tensor]) -> Non
 
 def places(cache: PolicyCache, slot: int) -> dict[str, Tensor]:
     """Where a slot's windows, look-back ids and open groups lie."""
-    assert isinstance(cache.windows, PackedWindowRing), "tails are those of packed storage"
-    places = {"windows": cache.windows.storage[:, slot], "ids": cache.tail[slot]}
-    return places | {f"open.{layer}": pending[slot] for layer, pending in cache.pending.items()}
+    return {name: buffer[slot] for name, buffer in by_slot(cache).items()}

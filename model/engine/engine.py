@@ -70,7 +70,8 @@ class Engine:
         pages: Packed only: the pages of compressed keys (default: what all sequences can need). When they
             run out, idle sessions and then the requests that came last give way.
         replay: What a prefill runs of the decoder. None: "bounded" where the policy has a decoder.
-        exact: Compute in exact mode: no bit of a result depends on batch, chunk or interruption.
+        exact: Compute in exact mode, in which no bit of a result depends on batch, chunk or interruption.
+            None: as the policy is set.
         capture: Keep the expert ids of every token.
         role: The work this engine takes.
         prefix_store: Where requests find the beginnings of their histories, and turns leave theirs; made for
@@ -89,7 +90,7 @@ class Engine:
         storage: Storage | None = None,
         pages: int | None = None,
         replay: Replay | None = None,
-        exact: bool = False,
+        exact: bool | None = None,
         capture: bool = False,
         role: Role = "all",
         prefix_store: PrefixStore | None = None,
@@ -100,12 +101,15 @@ class Engine:
             )
         check_role(role)
         count = max_requests + (max_requests if idle_sessions is None else idle_sessions)
-        self.policy, self.version, self.role, self.context = policy, version, role, max_tokens
+        if role == "encode":
+            count, max_tokens = 1, 2  # it holds no sequences
+        self.role: Role = role
+        self.policy, self.version, self.context = policy, version, max_tokens
         self.storage: Storage = storage or ("packed" if policy.fake_quant else "dense")
         self.replay: Replay = replay or ("off" if policy.config.decoder_start is None else "bounded")
         self.counters = Counters()
         self.paused = False
-        policy.exact = exact
+        policy.exact = policy.exact if exact is None else exact
         config = policy.config
         self._pages, self._capture = pages, capture
         self._prefill_tokens = max(prefill_tokens, max_requests)
@@ -290,7 +294,7 @@ class Engine:
         return pending.request_id
 
     def _new_cache(self) -> Cache:
-        options = {"storage": self.storage}
+        options: dict[str, Any] = {"storage": self.storage}
         if self._pages is not None:
             options["pages"] = self._pages
         with torch.inference_mode():

@@ -115,10 +115,9 @@ class Memory:
         if len(self._pasts) > _MOST_REMEMBERED:
             self._pasts.popitem(last=False)
 
-    def recall(self, session: str, history: np.ndarray) -> Past | None:
-        """Returns and forgets the session's past, if `history` goes on from it."""
-        past = self._pasts.pop(session, None)
-        return past if past is not None and past.begins(history) else None
+    def recall(self, session: str) -> Past | None:
+        """Returns and forgets the session's past."""
+        return self._pasts.pop(session, None)
 
     def forget(self, session: str) -> None:
         """Forgets a session."""

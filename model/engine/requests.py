@@ -44,8 +44,8 @@ class Request:
         token_ids: The whole history before the turn.
         sampling: How to sample. `max_tokens` counts `completed` too.
         completed: Tokens of this very turn that were sampled before an interruption.
-        continues: The history holds tokens that were sampled before in this session. An engine that has
-            neither its caches nor a memory of where they started then flags what follows as replayed.
+        continues: The history may hold tokens that were sampled before in this session. An engine that does
+            not know the session, and with it where their windows started, flags what follows as replayed.
         images: The images in the history: a type for each token of it, and the rows of an encoding engine.
     """
 

@@ -224,6 +224,7 @@ class Scheduler:
         """The idle row that the request continues; one that it does not continue is dropped."""
         row = self._idle.pop(pending.request.session, None)
         if row is not None and not self.rows.matches(row, pending):
+            self.memory.keep(pending.request.session, self.rows.past(row))
             self._drop(row)
             return None
         return row
@@ -253,9 +254,10 @@ class Scheduler:
     def _plan_floor(self, row: int, pending: Pending) -> None:
         """Fixes where the windows of a row without caches start, and whether that is as it was before."""
         request, rule, size = pending.request, self._rule, pending.history.size
-        past = self.memory.recall(request.session, pending.history)
-        starts = request.completed.replay_starts
-        before = pending.before or past
+        known = self.memory.recall(request.session)
+        # A history that does not go on from the known past was written anew: it is a prompt like any other.
+        past = known if known is not None and known.begins(pending.history) else None
+        starts, before = request.completed.replay_starts, pending.before or past
         replayed = pending.replayed
         if pending.floor is not None:
             floor = pending.floor
@@ -268,8 +270,8 @@ class Scheduler:
             floor = rule.floor(past.floor, past.token_ids.size - 1, size)
             replayed = floor == past.floor and (past.replayed or floor[0] > 0)
         else:
-            floor = rule.floor(None, 0, pending.start if rule.mode == "exact" else size)
-            unknown = request.continues or len(request.completed.token_ids) > 0
+            floor = rule.floor(None, 0, pending.start)
+            unknown = request.continues and known is None
             replayed = rule.mode == "bounded" and unknown and floor != NO_FLOOR
         self.rows.replayed[row] = replayed
         turn = pending.floor is not None or bool(starts)

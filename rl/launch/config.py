@@ -81,7 +81,18 @@ class SandboxSection(Section):
 
 
 class EngineSection(Section):
-    """The inference engine and how it samples. `max_tokens` bounds a whole sequence."""
+    """The inference engine and how it samples. `max_tokens` bounds a whole sequence.
+
+    Attributes:
+        storage: of the caches: floats, or packed records on pages (smaller; on a CPU slower, see
+            `benchmarks.engine`; needs trainer.fake_quant).
+        pages: packed only: pages of compressed keys for all sequences together; none: as many as they can
+            need. When they run out, requests wait and lose nothing.
+        replay: how much of a prompt runs through the decoder: all (off), its last window (bounded), or all
+            that its last window depends on (exact).
+        scales_every: in every so many-th forward pass block scales at their limits are counted
+            (`quant/rollout/...`); 0 never counts.
+    """
 
     name: Literal["native"] = "native"
     max_requests: int = Field(default=128, ge=1)
@@ -91,6 +102,19 @@ class EngineSection(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
     kv_on_update: Literal["keep", "recompute"] = "keep"
+    storage: Literal["dense", "packed"] = "dense"
+    pages: int | None = Field(default=None, ge=1)
+    replay: Literal["off", "bounded", "exact"] = "off"
+    scales_every: int = Field(default=200, ge=0)
+
+    @model_validator(mode="after")
+    def _pages_are_packed(self) -> Self:
+        if self.pages is not None and self.storage != "packed":
+            raise ValueError(
+                f"engine.pages={self.pages} belongs to packed caches: set engine.storage=packed, or leave it "
+                "out"
+            )
+        return self
 
 
 class Effort(Section):
@@ -166,6 +190,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"engine.max_completion_tokens={self.engine.max_completion_tokens} leaves no room for a "
                 f"prompt in engine.max_tokens={self.engine.max_tokens}; make the second larger"
+            )
+        if self.engine.storage == "packed" and not self.trainer.fake_quant:
+            raise ValueError(
+                "engine.storage=packed holds rounded keys: set trainer.fake_quant=true, or "
+                "engine.storage=dense"
             )
         if self.trainer.temperature != self.engine.temperature:
             raise ValueError(

@@ -60,6 +60,8 @@ class Sample:
         truncated: whether tokens were cut off at the trainer's maximum.
         choices: what the sampler's forward pass chose, over n tokens, which the trainer's repeats.
         sampling_mask: what each of n tokens could have been; its log-probability is renormalised over that.
+        replay_starts: (encoder, decoder) positions at which the sampler started its windows anew; the
+            trainer's tokens see no window keys before them.
     """
 
     token_ids: np.ndarray
@@ -75,6 +77,7 @@ class Sample:
     truncated: bool = False
     choices: Choices | None = None
     sampling_mask: SamplingMask | None = None
+    replay_starts: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         columns = (self.token_ids, self.loss_mask, self.logprobs, self.advantages, self.policy_version)
