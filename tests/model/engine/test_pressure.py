@@ -55,7 +55,7 @@ def play(engine, workload, before_step=lambda engine: None):
     return sorted(results)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     workload=workloads(),
     pages=st.integers(FULL, FULL + 6),
