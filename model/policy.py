@@ -24,6 +24,7 @@ from model.initialization import initialize
 from model.layers.attention import Globals, RunOptions
 from model.layers.block import Block
 from model.layers.engram_hash import DEAD, EngramHash, look_back
+from model.layers.engram_table import TableStorage
 from model.layers.exact import fill, in_own_mode, matmul
 from model.layers.hyper_connections import collapse
 from model.layers.indexer_loss import Supervision, Variant
@@ -68,7 +69,13 @@ class Policy(nn.Module):
             cache alike; slower.
     """
 
-    def __init__(self, config: PolicyConfig) -> None:
+    def __init__(self, config: PolicyConfig, *, tables: TableStorage = "resident") -> None:
+        """Make a policy with fresh weights.
+
+        Args:
+            config: its shape.
+            tables: where the n-gram tables live; mapped ones need a checkpoint (`load_policy`).
+        """
         super().__init__()
         self.config = config
         self.fake_quant = False
@@ -77,7 +84,9 @@ class Policy(nn.Module):
         dtype = getattr(torch, config.dtype)
         self.embed = nn.Module()
         self.embed.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype))
-        self.layers = nn.ModuleList(Block(config, layer, dtype) for layer in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            Block(config, layer, dtype, tables) for layer in range(config.num_hidden_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.head = nn.Module()
         self.head.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype))
@@ -319,8 +328,10 @@ class Policy(nn.Module):
         cache: PolicyCache | None,
         options: RunOptions,
     ) -> tuple[Tensor, Tensor, list[Routing]]:
-        n = self.config.hc_mult
+        n, whole = self.config.hc_mult, batch
         embedded, rows = fill(embedded), None if rows is None else fill(rows)
+        for block in self.blocks:
+            block.prefetch(rows)
         streams = embedded.unsqueeze(1).expand(-1, n, -1).contiguous()
         weights = torch.zeros(embedded.shape[0], n, device=streams.device)
         weights[:, 0] = 1.0

@@ -90,6 +90,8 @@ class EngineSection(Section):
             need. When they run out, requests wait and lose nothing.
         replay: how much of a prompt runs through the decoder: all (off), its last window (bounded), or all
             that its last window depends on (exact).
+        scales_every: in every so many-th forward pass block scales at their limits are counted
+            (`quant/rollout/...`); 0 never counts.
     """
 
     name: Literal["native"] = "native"
@@ -103,6 +105,7 @@ class EngineSection(Section):
     storage: Literal["dense", "packed"] = "dense"
     pages: int | None = Field(default=None, ge=1)
     replay: Literal["off", "bounded", "exact"] = "off"
+    scales_every: int = Field(default=200, ge=0)
 
     @model_validator(mode="after")
     def _pages_are_packed(self) -> Self:

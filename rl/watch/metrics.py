@@ -21,6 +21,7 @@ FAMILIES: Mapping[str, str] = {
     "eval": "version of the weights that were evaluated",
     "opd": "optimiser steps of distillation",
     "sys": "optimiser steps of reinforcement",
+    "quant": "optimiser steps of reinforcement",
 }
 
 
