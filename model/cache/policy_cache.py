@@ -15,7 +15,7 @@ from model.cache.pages import PageTable
 from model.cache.progress import Progress, Span
 from model.cache.records import INDEX, MAIN
 from model.cache.swa import PackedWindowRing, WindowRing, WindowStorage
-from model.cache.transfer import export_slot, import_slot
+from model.cache.transfer import check_slot, export_slot, import_slot
 from model.config import PolicyConfig
 from model.rows import CacheTarget, ring_size
 
@@ -164,6 +164,10 @@ class PolicyCache:
     def export_slot(self, slot: int) -> dict[str, Tensor]:
         """All that `slot` holds, to go on elsewhere with the same bits."""
         return export_slot(self, slot)
+
+    def check_slot(self, state: Mapping[str, Tensor]) -> int:
+        """Tokens of a state that `import_slot` would take. Raises ValueError when it would not."""
+        return check_slot(self, state).length
 
     def import_slot(self, state: Mapping[str, Tensor]) -> int:
         """A slot with what `export_slot` gave. Raises CacheFull, or ValueError for what does not fit."""

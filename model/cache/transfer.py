@@ -40,7 +40,7 @@ def import_slot(cache: PolicyCache, state: Mapping[str, Tensor]) -> int:
         CacheFull: no slot or too few pages are free, or the sequence is too long; nothing has changed.
         ValueError: the state is of another layout version, or of a cache of another shape.
     """
-    progress = _checked(cache, state)
+    progress = check_slot(cache, state)
     slot = cache.take_over(progress)
     for name, buffer in _by_slot(cache).items():
         buffer[slot] = state[name].to(cache.device)
@@ -65,7 +65,8 @@ def _by_group(cache: PolicyCache) -> dict[str, tuple[GroupStorage, int]]:
     }
 
 
-def _checked(cache: PolicyCache, state: Mapping[str, Tensor]) -> Progress:
+def check_slot(cache: PolicyCache, state: Mapping[str, Tensor]) -> Progress:
+    """How far an exported sequence has come. Raises ValueError when it does not fit the cache."""
     names = {_PROGRESS, *_by_slot(cache), *_by_group(cache)}
     if names != set(state):
         raise ValueError(

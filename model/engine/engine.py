@@ -453,6 +453,15 @@ class Engine:
                 f"the request's caches are {header.get('storage')}, this engine's are {self.storage}: make "
                 "it with the same storage, or import with caches='recompute'"
             )
+        try:
+            held = self._cache.check_slot(pending.caches)
+        except ValueError as error:
+            raise StateError(f"{error}, or import the request with caches='recompute'") from error
+        if not held == pending.cached < pending.history.size:
+            raise StateError(
+                f"the state of a request says that {pending.cached} of {pending.history.size} tokens are in its "
+                f"caches, which hold {held}: it is damaged, export it again"
+            )
 
 
 def _check_keep(caches: str) -> None:

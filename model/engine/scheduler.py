@@ -57,6 +57,10 @@ class Cache(Protocol):
         """Returns everything that is held of a slot."""
         ...
 
+    def check_slot(self, state: dict[str, Tensor]) -> int:
+        """Returns the tokens of an exported slot. Raises ValueError when it does not fit."""
+        ...
+
     def import_slot(self, state: dict[str, Tensor]) -> int:
         """Returns a new slot with what another cache exported."""
         ...
