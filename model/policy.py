@@ -328,7 +328,7 @@ class Policy(nn.Module):
         cache: PolicyCache | None,
         options: RunOptions,
     ) -> tuple[Tensor, Tensor, list[Routing]]:
-        n, whole = self.config.hc_mult, batch
+        n = self.config.hc_mult
         embedded, rows = fill(embedded), None if rows is None else fill(rows)
         for block in self.blocks:
             block.prefetch(rows)
