@@ -49,6 +49,9 @@ class Batch:
         self.position = position
         self.image: Tensor | None = None
         """[T] bool, true on tokens of image spans; None: text only."""
+        self.keep_features = False
+        self.features: Tensor | None = None
+        """[T, 3 d] what the drafter reads, once the layers have run; kept when asked for or traced."""
         self._rotations: dict[int, tuple[Rotation, Rotation]] = {}
 
     def record(self, name: str, value: Tensor) -> None:

@@ -54,6 +54,8 @@ class PolicyOutput:
     hidden: Tensor
     """[T, d], the head's input."""
     aux: PolicyAux
+    features: Tensor | None = None
+    """[T, 3 d] what the drafter reads; None unless asked for."""
 
 
 class Policy(nn.Module):
@@ -111,6 +113,7 @@ class Policy(nn.Module):
         tokens: PackedTokens,
         *,
         indexer_loss: bool | Variant = False,
+        features: bool = False,
         trace: Trace | None = None,
     ) -> PolicyOutput:
         """Run documents for training; nothing is seen across a document's start.
@@ -119,9 +122,11 @@ class Policy(nn.Module):
             tokens: the documents.
             indexer_loss: also compute the indexers' training loss, over each token's own selection (True or
                 "sparse") or over everything selectable ("dense").
+            features: also return what the drafter reads.
             trace: where to keep intermediate results.
         """
         batch = Batch.of_documents(tokens, self.config.sliding_window, trace)
+        batch.keep_features = features
         supervision = None
         if indexer_loss:
             supervision = Supervision("sparse" if indexer_loss is True else indexer_loss)
@@ -138,7 +143,7 @@ class Policy(nn.Module):
             balance_loss=balance_loss(routings, tokens.cu_seqlens),
             indexer_loss=None if supervision is None else supervision.total(),
         )
-        return PolicyOutput(hidden, aux)
+        return PolicyOutput(hidden, aux, batch.features)
 
     def encode_image(self, patches: Tensor, grid: tuple[int, int]) -> Tensor:
         """[h * w, 3, p, p] patches of one image to the rows [M, d] of its image tokens."""
@@ -146,9 +151,11 @@ class Policy(nn.Module):
             raise ValueError("this policy has no image tower: its configuration lacks vision_config")
         return self.aligner(self.vision(patches, grid), grid)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[..., d] to float32 [..., V]."""
+    def logits(self, hidden: Tensor, *, frozen: bool = False) -> Tensor:
+        """[..., d] to float32 [..., V]; `frozen` sends no gradient to the head's weight."""
         weight: Tensor = self.head.weight  # pyright: ignore[reportAssignmentType]
+        if frozen:
+            weight = weight.detach()
         if hidden.dtype is torch.bfloat16:
             return F.linear(hidden.float(), weight.float())
         return F.linear(hidden, weight)
@@ -250,12 +257,14 @@ class Policy(nn.Module):
         features: list[Tensor] = []
         for block in self.blocks:
             streams = block.inject(streams, batch, rows)
-            if batch.trace is not None and block.layer in self.config.dspark_target_layer_ids:
+            wanted = batch.keep_features or batch.trace is not None
+            if wanted and block.layer in self.config.dspark_target_layer_ids:
                 features.append(streams.float().mean(1).to(streams.dtype))
             streams, weights, shared, routing = block(streams, weights, batch, shared, cache, options)
             routings.append(routing)
         if features:
-            batch.record("main_hidden", torch.cat(features, dim=-1))
+            batch.features = torch.cat(features, dim=-1)
+            batch.record("main_hidden", batch.features)
         return streams, weights, routings
 
     def _pad_id(self) -> Tensor:
