@@ -95,7 +95,7 @@ def draft_loss(
         tokens: the documents.
         hidden: [T, d] the backbone's output, as its head takes it.
         features: [T, 3 d] what the drafter reads of it.
-        supervised: [T] bool. A slot whose token, or one before it in the draft, is not supervised is left out.
+        supervised: [T] bool. A slot is left out when its token, or one before it in the draft, is not.
         anchors: [N] indices, as `draft_anchors` gives them; at least one.
         weights: of the loss.
         temperature: both distributions are those of logits / temperature.

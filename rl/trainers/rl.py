@@ -15,6 +15,7 @@ from model.policy import Policy
 from rl.algorithms import AlgorithmConfig, LossInputs, objective
 from rl.trainers.base import Trainer
 from rl.trainers.batch import Batch, build_batch
+from rl.trainers.draft import DraftConfig
 from rl.trainers.forward import TokenOutputs, token_outputs
 from rl.trainers.measure import Measures
 from rl.trainers.optim import OptimizerConfig, require_at_least
@@ -38,6 +39,7 @@ class RLConfig:
         fake_quant: whether keys are rounded as the sampler's caches store them.
         balance_coef: weight of the sequence-level balance loss.
         indexer_coef: weight of the indexers' KL loss; 0 leaves the indexers untrained.
+        draft: training of the drafter beside it.
     """
 
     steps: int = 200
@@ -48,6 +50,7 @@ class RLConfig:
     fake_quant: bool = True
     balance_coef: float = 0.0
     indexer_coef: float = 0.0
+    draft: DraftConfig = field(default_factory=DraftConfig)
 
     def __post_init__(self) -> None:
         require_at_least(self, 0, "steps", "balance_coef", "indexer_coef")
@@ -82,6 +85,7 @@ class RLTrainer(Trainer):
             temperature=config.temperature,
             balance_coef=config.balance_coef,
             indexer_coef=config.indexer_coef,
+            draft=config.draft,
         )
         if algorithm.needs_reference != (reference is not None):
             raise ValueError(
@@ -122,7 +126,7 @@ class RLTrainer(Trainer):
         self.version = self.steps
         metrics = {**_dropped(batch.dropped), **measures.summary(), **updated, **batch.statistics()}
         metrics["updates"] = float(bool(batch.samples))
-        return {f"train/{name}": value for name, value in metrics.items()}
+        return {f"train/{name}": value for name, value in metrics.items()} | self.update_drafter()
 
     def _accumulate(self, batch: Batch, measures: Measures) -> Tensor:
         """Adds up the gradients over the micro-batches; returns the expert load."""
@@ -133,16 +137,20 @@ class RLTrainer(Trainer):
         for micro in micro_batches(samples, self.token_budget, device):
             members = [samples[i] for i in micro.indices]
             outputs = token_outputs(
-                self.policy, micro, temperature=self.temperature, indexer_loss=self.indexer_loss
+                self.policy,
+                micro,
+                temperature=self.temperature,
+                indexer_loss=self.indexer_loss,
+                features=self.drafting is not None,
             )
             inputs = self._inputs(micro, outputs)
             self.require_finite(inputs.masked(inputs.sampler_logprobs), members, "sampler's log-probability")
             part = objective(self.algorithm, inputs, weights[list(micro.indices)])
             self.require_finite(part.loss.detach(), members, "loss")
-            extra = self.auxiliary_loss(
-                outputs.aux, len(members) / len(samples), len(micro.token_ids) / tokens
-            )
+            share = len(micro.token_ids) / tokens
+            extra = self.auxiliary_loss(outputs.aux, len(members) / len(samples), share)
             (part.loss + extra).backward()
+            self.teach_drafter(micro, outputs, share)
             measures.add(inputs, part, batch.fresh[list(micro.indices)])
             load = load + outputs.aux.expert_load.detach()
         return load
