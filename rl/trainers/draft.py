@@ -68,8 +68,8 @@ class DraftTrainer:
     ) -> None:
         if policy.mtp is None or not config.anchors:
             raise ValueError(
-                f"there is no drafter to train: the policy has {policy.config.num_nextn_predict_layers} draft "
-                f"blocks and draft.anchors is {config.anchors}; take a model with a drafter, such as "
+                f"there is no drafter to train: the policy has {policy.config.num_nextn_predict_layers} "
+                f"draft blocks and draft.anchors is {config.anchors}; take a model with a drafter, such as "
                 "model.preset=nano_draft, and draft.anchors above 0, or set draft.anchors=0"
             )
         self.policy, self.drafter, self.config = policy, policy.mtp, config
