@@ -29,6 +29,19 @@ class PackedTokens:
     images: ImageTokens | None = None
 
 
+@dataclass(slots=True)
+class NewTokens:
+    """Asks `Policy.extend` for what it knows of every new token: packed rows, 0 where no decoder ran.
+
+    Attributes:
+        hidden: [T, d] the head's input.
+        features: [T, 3 d] what a drafter reads.
+    """
+
+    hidden: Tensor | None = None
+    features: Tensor | None = None
+
+
 class Trace:
     """Keeps intermediate results by name, for comparison with a reference."""
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from model.balance import BALANCE_SPEED, balance_loss, expert_load, move_bias
-from model.batch import Batch, PackedTokens, Trace
+from model.batch import Batch, NewTokens, PackedTokens, Trace
 from model.cache.policy_cache import PolicyCache, Storage
 from model.config import PolicyConfig, VisionConfig
 from model.dspark import Drafter
@@ -186,6 +186,7 @@ class Policy(nn.Module):
         lengths: Tensor,
         *,
         images: ImageTokens | None = None,
+        new: NewTokens | None = None,
         trace: Trace | None = None,
     ) -> Tensor:
         """Append tokens to cached sequences: a prefill, a tool's answer or one decoded token each.
@@ -196,6 +197,7 @@ class Policy(nn.Module):
             token_ids: [B, L] int64; row b counts up to `lengths[b]`.
             lengths: [B] int64, 1 .. L.
             images: the images among the new tokens, with types [B, L].
+            new: where to put what is known of every new token, not of the last one alone.
             trace: where to keep intermediate results.
 
         Returns:
@@ -217,6 +219,7 @@ class Policy(nn.Module):
             )
         cache.make_room(slot_list, length_list)
         batch = Batch.of_cached(cache, slots, length_list, self.config.sliding_window, trace)
+        batch.keep_features = new is not None and self.mtp is not None
         row = batch.rows[0]
         packed = row.unpad(token_ids[:, : row.length])
         options = RunOptions(self.fake_quant, self.dense_limit)
@@ -228,6 +231,10 @@ class Policy(nn.Module):
         streams, weights, _ = self._run(embedded, batch, engram_rows, cache, options)
         cache.advance(slot_list, length_list)
         last = row.last
+        if new is not None:
+            every = self.norm(collapse(weights, streams))
+            new.hidden, new.features = every, batch.features
+            return every[last]
         return self.norm(collapse(weights[last], streams[last]))
 
     def update_balance(

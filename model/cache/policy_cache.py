@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from model.cache.draft import DraftWindow
 from model.cache.main_kv import GroupCache, GroupStorage, PackedGroupCache
 from model.cache.pages import PageTable
 from model.cache.records import INDEX, MAIN
@@ -77,6 +78,9 @@ class PolicyCache:
         else:
             self._lay_out_pages(config, dtype, pages)
         self.pending = self._open_groups(config)
+        self.draft: DraftWindow | None = None
+        if config.num_nextn_predict_layers:
+            self.draft = DraftWindow(config, max_sequences, dtype, device, storage)
         self.tail = torch.zeros(
             max_sequences, max(config.engram_max_ngram_size - 1, 0), dtype=torch.int64, device=device
         )
@@ -91,6 +95,8 @@ class PolicyCache:
         slot = self._free.pop()
         self._lengths[slot] = 0
         self.tail[slot] = self.blank_tail
+        if self.draft is not None:
+            self.draft.clear(slot)
         if self.pages is not None:
             self.pages.clear(slot)
         return slot
@@ -107,6 +113,8 @@ class PolicyCache:
         for pending in self.pending.values():
             pending[copy] = pending[slot]
         self.tail[copy] = self.tail[slot]
+        if self.draft is not None:
+            self.draft.copy(slot, copy)
         self._lengths[copy] = length
         return copy
 

@@ -118,7 +118,7 @@ def sample(logits: Tensor, columns: SamplingColumns, positions: np.ndarray) -> S
     logprobs = scaled - normaliser[:, None]
     kept = _truncate(logprobs, columns, greedy)
     draws = torch.from_numpy(uniforms(columns.seed, positions)).to(logits.device)
-    tokens = _invert(logprobs if kept is None else kept, draws)
+    tokens = invert(logprobs if kept is None else kept, draws)
     if greedy.any():
         mask = torch.from_numpy(greedy).to(logits.device)
         tokens = torch.where(mask, logits.argmax(dim=1), tokens)
@@ -132,7 +132,46 @@ def _column(values: np.ndarray, like: Tensor) -> Tensor:
     return torch.from_numpy(values).to(like.device, like.dtype)[:, None]
 
 
-def _invert(logprobs: Tensor, draws: Tensor) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """What a batch is sampled from.
+
+    Attributes:
+        sampled: float32 [B, V], log-probabilities of the distribution that tokens are drawn from:
+            tempered and truncated; of a greedy row, 0 for the most likely id and -inf elsewhere.
+        reported: float32 [B, V], the same, but of a greedy row under temperature 1.
+        full: float32 [B, V], tempered without truncation.
+        finite: bool [B].
+    """
+
+    sampled: Tensor
+    reported: Tensor
+    full: Tensor
+    finite: Tensor
+
+    def logprobs_of(self, rows: Tensor, tokens: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """The two log-probabilities [n] that `sample` reports for drawing `tokens` [n] in `rows` [n]."""
+        packed = torch.stack((self.reported[rows, tokens], self.full[rows, tokens])).cpu().numpy()
+        return packed[0], packed[1]
+
+
+def distribution(logits: Tensor, columns: SamplingColumns) -> Distribution:
+    """What `sample` draws from, for float32 logits [B, V] and the parameters of the rows."""
+    greedy = columns.temperature == 0.0
+    temperature = np.where(greedy, 1.0, columns.temperature)
+    scaled = logits if (temperature == 1.0).all() else logits / _column(temperature, logits)
+    normaliser = torch.logsumexp(scaled, dim=1)
+    full = scaled - normaliser[:, None]
+    kept = _truncate(full, columns, greedy)
+    sampled = reported = full if kept is None else kept
+    if greedy.any():
+        certain = torch.full_like(logits, -torch.inf).scatter_(1, logits.argmax(1, keepdim=True), 0.0)
+        mask = torch.from_numpy(greedy).to(logits.device)
+        sampled = torch.where(mask[:, None], certain, sampled)
+    return Distribution(sampled, reported, full, normaliser.isfinite())
+
+
+def invert(logprobs: Tensor, draws: Tensor) -> Tensor:
     """Returns the first id whose cumulative probability exceeds the draw, int64 [B].
 
     Cumulated in float64, and draws have 48 bits, so the draw times the total stays below the total: an id of
