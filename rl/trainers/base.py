@@ -96,7 +96,7 @@ class Trainer:
             self.drafting.accumulate(batch, outputs.hidden.detach(), outputs.features.detach(), share)
 
     def update_drafter(self) -> dict[str, float]:
-        """Applies them; returns the metrics `draft/*`, none when the drafter is not trained."""
+        """Applies them; returns metrics by bare name, none when the drafter is not trained."""
         return {} if self.drafting is None else self.drafting.update()
 
     def update(self, expert_load: Tensor) -> dict[str, float]:

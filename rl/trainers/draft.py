@@ -109,7 +109,7 @@ class DraftTrainer:
         self._shares.append(share)
 
     def update(self) -> dict[str, float]:
-        """Applies the accumulated gradients and returns the metrics `draft/*`; none when there was nothing.
+        """Applies the accumulated gradients and returns metrics by bare name; none when there was nothing.
 
         Raises:
             OptimizerError: A gradient is not finite; the drafter was not touched.
@@ -134,7 +134,7 @@ class DraftTrainer:
         }
         self.steps += 1
         self._losses, self._shares = [], []
-        return {f"draft/{name}": value for name, value in metrics.items()}
+        return metrics
 
     def discard(self) -> None:
         """Forgets the accumulated gradients."""
@@ -142,7 +142,7 @@ class DraftTrainer:
         self._losses, self._shares = [], []
 
     def step(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Takes one step on `samples` under the policy as it is, and returns `draft/*`."""
+        """Takes one step on `samples` under the policy as it is, and returns the metrics `draft/*`."""
         total = sum(sample.trained_tokens for sample in samples)
         for batch in micro_batches(samples, self.token_budget, self.policy.device):
             with torch.no_grad():
@@ -150,7 +150,7 @@ class DraftTrainer:
             assert output.features is not None
             share = int(batch.loss_mask.sum()) / max(total, 1)
             self.accumulate(batch, output.hidden, output.features, share)
-        return self.update()
+        return {f"draft/{name}": value for name, value in self.update().items()}
 
     def _mean(self, values: list[Tensor]) -> float:
         shares = torch.tensor(self._shares)

@@ -126,7 +126,8 @@ class RLTrainer(Trainer):
         self.version = self.steps
         metrics = {**_dropped(batch.dropped), **measures.summary(), **updated, **batch.statistics()}
         metrics["updates"] = float(bool(batch.samples))
-        return {f"train/{name}": value for name, value in metrics.items()} | self.update_drafter()
+        drafted = {f"draft/{name}": value for name, value in self.update_drafter().items()}
+        return {f"train/{name}": value for name, value in metrics.items()} | drafted
 
     def _accumulate(self, batch: Batch, measures: Measures) -> Tensor:
         """Adds up the gradients over the micro-batches; returns the expert load."""

@@ -112,7 +112,8 @@ class SFTTrainer(Trainer):
         metrics |= {"tokens": float(total), "tokens.trained": float(trained)}
         if self.indexer_coef:
             metrics["indexer"] = indexer.item()
-        return {f"sft/{name}": value for name, value in metrics.items()} | self.update_drafter()
+        metrics |= {f"draft.{name}": value for name, value in self.update_drafter().items()}
+        return {f"sft/{name}": value for name, value in metrics.items()}
 
     @torch.no_grad()
     def evaluate(self, samples: Sequence[Sample]) -> dict[str, float]:
