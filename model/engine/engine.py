@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import numpy as np
 import torch
@@ -27,9 +27,14 @@ from model.engine.requests import (
     already_finished,
     check_request,
 )
-from model.engine.rows import Rows
-from model.engine.sampler import Sampled, sample
+from model.engine.rows import Drawn, Rows
+from model.engine.sampler import sample
 from model.engine.scheduler import Cache, Scheduler
+from model.engine.speculative import Speculation, Speculator
+
+if TYPE_CHECKING:
+    from model.cache.policy_cache import PolicyCache
+    from model.policy import Policy as Network
 
 
 class Policy(Protocol):
@@ -78,6 +83,7 @@ class Engine:
         idle_sessions: How many sessions keep caches while they are not served (default: `max_requests`).
         prefill_tokens: The most tokens of prefill in one step (raised to `max_requests` when below).
         version: The version of the policy's weights.
+        speculate: How to draft and check several tokens a step; None draws one. The policy needs a drafter.
     """
 
     def __init__(
@@ -89,6 +95,7 @@ class Engine:
         idle_sessions: int | None = None,
         prefill_tokens: int = 512,
         version: int = 0,
+        speculate: Speculation | None = None,
     ) -> None:
         if max_requests < 1 or max_tokens < 2:
             raise ValueError(
@@ -106,6 +113,11 @@ class Engine:
         self._rows = Rows(count, max_tokens)
         self._cache = self._new_cache()
         self.scheduler = Scheduler(self._rows, self._cache, max_running=max_requests)
+        self.speculator: Speculator | None = None
+        if speculate is not None:
+            with torch.inference_mode():
+                cache = cast("PolicyCache", self._cache)
+                self.speculator = Speculator.open(cast("Network", policy), cache, speculate, max_requests)
         self._sessions: dict[str, int] = {}
         self._ended: list[Finished] = []
         self._next_id = 0
@@ -194,8 +206,9 @@ class Engine:
         begin = time.perf_counter()
         with torch.inference_mode():
             self.scheduler.admit()
+            drafted = self._speculate()
             rows, hidden = self._compute()
-            output = self._sample(rows, hidden)
+            output = self._sample(rows, hidden, drafted)
         self.counters.steps += 1
         self.counters.generated_tokens += output.token_ids.size
         self.counters.busy_seconds += time.perf_counter() - begin
@@ -207,7 +220,7 @@ class Engine:
 
     def _compute(self) -> tuple[np.ndarray, list[Tensor]]:
         """Prefills and decodes; returns the rows to sample [n] and their hidden states, in the same order."""
-        decoding = self.scheduler.running
+        decoding = self.scheduler.running if self.speculator is None else np.zeros(0, np.int64)
         rows, hidden = [decoding], []
         if decoding.size:
             hidden.append(self._extend(decoding, np.ones_like(decoding)))
@@ -222,13 +235,20 @@ class Engine:
                     hidden.append(states[i : i + 1].expand(len(started), -1))
         return np.concatenate(rows), hidden
 
+    def _speculate(self) -> Drawn | None:
+        """Decodes with drafts, when that is asked for; returns what was drawn."""
+        if self.speculator is None or not self.scheduler.running.size:
+            return None
+        return self.speculator.step(self._rows, self.scheduler.running)
+
     def _extend(self, rows: np.ndarray, shares: np.ndarray) -> Tensor:
         """Appends the next `shares` [b] tokens of each row to the cache; returns hidden states [b, d]."""
         table = self._rows
         offsets = table.cached[rows][:, None] + np.arange(int(shares.max()))
         # Past a row's share any token will do: the policy reads `lengths` of them.
         ids = table.token_ids[rows[:, None], np.minimum(offsets, table.context - 1)]
-        return self.policy.extend(
+        extend = self.policy.extend if self.speculator is None else self.speculator.extend
+        return extend(
             self._cache,
             self._to_device(table.slot[rows]),
             self._to_device(ids.astype(np.int64)),
@@ -238,29 +258,40 @@ class Engine:
     def _to_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)
 
-    def _sample(self, rows: np.ndarray, hidden: list[Tensor]) -> StepOutput:
+    def _sample(self, rows: np.ndarray, hidden: list[Tensor], drafted: Drawn | None) -> StepOutput:
+        parts = [] if drafted is None else [drafted]
+        if rows.size:
+            logits = self.policy.logits(hidden[0] if len(hidden) == 1 else torch.cat(hidden))
+            drawn = sample(logits, self._rows.sampling.take(rows), self._rows.length[rows])
+            parts.append(Drawn.of_one(rows, drawn))
         ended, self._ended = self._ended, []
-        if not rows.size:
-            nothing = np.zeros(0, np.float32)
-            ids = np.zeros(0, np.int64)
-            return StepOutput(ids, ids, nothing, nothing, self.version, ended)
-        logits = self.policy.logits(hidden[0] if len(hidden) == 1 else torch.cat(hidden))
-        drawn = sample(logits, self._rows.sampling.take(rows), self._rows.length[rows])
-        if failed := not drawn.finite.all():
-            ended += [self._fail(int(row)) for row in rows[~drawn.finite]]
-            rows, drawn = rows[drawn.finite], _select(drawn, drawn.finite)
-        self._rows.append(rows, drawn.token_ids, drawn.logprobs, self.version)
-        ids = self._rows.request_id[rows]
-        stopped = self._rows.stopped(rows)
-        done = stopped | (self._rows.length[rows] >= self._rows.limit[rows])
-        self.scheduler.running = rows[~done]
-        for row, stop in zip(rows[done].tolist(), stopped[done].tolist(), strict=True):
-            ended.append(self._end(row, Finish.STOP if stop else Finish.LENGTH))
-        if failed:
+        self.scheduler.running = np.zeros(0, np.int64)
+        taken = [self._take(part, ended) for part in parts]
+        if not all(part.clean for part in parts):
             # NaN in storage outlives its sequence: a masked entry still enters products as 0 * NaN.
             self._cache = self._new_cache()
             self.scheduler.recompute(self._cache)
-        return StepOutput(ids, drawn.token_ids, drawn.logprobs, drawn.full_logprobs, self.version, ended)
+            if self.speculator is not None:
+                self.speculator.attach(cast("PolicyCache", self._cache))
+        ids, tokens, logprobs, full_logprobs = _joined(taken)
+        return StepOutput(ids, tokens, logprobs, full_logprobs, self.version, ended)
+
+    def _take(self, drawn: Drawn, ended: list[Finished]) -> tuple[np.ndarray, ...]:
+        """Appends what was drawn; returns ids, tokens and log-probabilities, and adds to `ended`."""
+        ended += [self._fail(int(row)) for row in drawn.rows[~drawn.finite]]
+        drawn = drawn.select(drawn.finite)
+        rows, counts = drawn.rows, drawn.counts
+        ids = self._rows.request_id[rows]
+        for place in range(int(counts.max(initial=0))):
+            some = place < counts
+            tokens, logprobs = drawn.token_ids[some, place], drawn.logprobs[some, place]
+            self._rows.append(rows[some], tokens, logprobs, self.version)
+        stopped = self._rows.stopped(rows)
+        done = stopped | (self._rows.length[rows] >= self._rows.limit[rows])
+        self.scheduler.running = np.concatenate((self.scheduler.running, rows[~done]))
+        for row, stop in zip(rows[done].tolist(), stopped[done].tolist(), strict=True):
+            ended.append(self._end(row, Finish.STOP if stop else Finish.LENGTH))
+        return (np.repeat(ids, counts), *drawn.packed())
 
     def _end(self, row: int, finish: Finish, error: RequestError | None = None) -> Finished:
         session = self._rows.session[row]
@@ -283,8 +314,11 @@ class Engine:
         return self._end(row, Finish.ERROR, error)
 
 
-def _select(drawn: Sampled, rows: np.ndarray) -> Sampled:
-    return Sampled(drawn.token_ids[rows], drawn.logprobs[rows], drawn.full_logprobs[rows], drawn.finite[rows])
+def _joined(parts: list[tuple[np.ndarray, ...]]) -> list[np.ndarray]:
+    """Request ids, token ids and both log-probabilities of several parts, as columns."""
+    kinds = (np.int64, np.int64, np.float32, np.float32)
+    nothing = tuple(np.zeros(0, kind) for kind in kinds)
+    return [np.concatenate(column) for column in zip(nothing, *parts, strict=True)]
 
 
 def _as_tensor(value: Tensor | np.ndarray) -> Tensor:

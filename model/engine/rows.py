@@ -6,13 +6,52 @@ known, the first `cached` of them are in the policy's cache; a row that decodes 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from model.engine.requests import Columns, Pending
-from model.engine.sampler import SamplingColumns
+from model.engine.sampler import Sampled, SamplingColumns
 
 NO_SLOT = -1
 _NO_STOP = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Tokens drawn in one step, one or several a row; place i of a row counts up to `counts`.
+
+    rows int64 [n]; token_ids int64 [n, C]; logprobs and full_logprobs float32 [n, C]; counts int64 [n], at
+    least 1; finite bool [n], False where there is no meaningful token. `clean` is False when the caches may
+    hold what is not a number.
+    """
+
+    rows: np.ndarray
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    full_logprobs: np.ndarray
+    counts: np.ndarray
+    finite: np.ndarray
+    clean: bool
+
+    @staticmethod
+    def of_one(rows: np.ndarray, drawn: Sampled) -> Drawn:
+        """One token a row, as the sampler drew it."""
+        columns = (drawn.token_ids[:, None], drawn.logprobs[:, None], drawn.full_logprobs[:, None])
+        one, clean = np.ones_like(rows), bool(drawn.finite.all())
+        return Drawn(rows, *columns, counts=one, finite=drawn.finite, clean=clean)
+
+    def select(self, chosen: np.ndarray) -> Drawn:
+        """The rows where `chosen` bool [n] is set."""
+        if chosen.all():
+            return self
+        columns = (self.rows, self.token_ids, self.logprobs, self.full_logprobs, self.counts, self.finite)
+        return Drawn(*(column[chosen] for column in columns), clean=self.clean)
+
+    def packed(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens and both log-probabilities, row after row."""
+        real = np.arange(self.token_ids.shape[1]) < self.counts[:, None]
+        return self.token_ids[real], self.logprobs[real], self.full_logprobs[real]
 
 
 class Rows:
@@ -63,6 +102,10 @@ class Rows:
         """Says which rows have a stop id as their last token, bool [n]."""
         last = self.token_ids[rows, self.length[rows] - 1]
         return (self.stops[rows] == last[:, None]).any(axis=1)
+
+    def is_stop(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Says which of `tokens` [n, C] are stop ids of `rows` [n], bool [n, C]."""
+        return (self.stops[rows][:, None, :] == tokens[:, :, None]).any(axis=2)
 
     def turn(self, row: int) -> Columns:
         """Returns a copy of what the row's turn has so far."""

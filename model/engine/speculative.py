@@ -17,9 +17,9 @@ from torch import Tensor
 
 from model.batch import NewTokens
 from model.dspark import Draft
-from model.engine.acceptance import Attempt, Rule, Verified
-from model.engine.sampler import SamplingColumns
-from model.engine.verification import Costs, admit, choose_budget
+from model.engine.acceptance import Attempt, Rule
+from model.engine.rows import Drawn, Rows
+from model.engine.verification import Costs, admit, choose_budget, profile
 
 if TYPE_CHECKING:
     from model.cache.policy_cache import PolicyCache
@@ -60,9 +60,19 @@ class SpeculationCounters:
     checked: int = 0
     accepted: int = 0
 
+    def add(self, rows: int, checked: int, accepted: int) -> None:
+        """Counts a step."""
+        self.rows += rows
+        self.checked += checked
+        self.accepted += accepted
+
 
 class Speculator:
-    """Drafts and checks for the sequences of one cache."""
+    """Drafts and checks for the sequences of one cache.
+
+    The drafter's window of a sequence holds what the policy computed of all its cached tokens: `extend`, in
+    place of the policy's, sees to that in a prefill, and `step` when it decodes.
+    """
 
     def __init__(self, policy: Policy, cache: PolicyCache, options: Speculation, costs: Costs | None) -> None:
         """Set up; `costs` are needed where `options.length` is None.
@@ -84,82 +94,78 @@ class Speculator:
         self._steps = 0
         self.attach(cache)
 
+    @classmethod
+    def open(cls, policy: Policy, cache: PolicyCache, options: Speculation, requests: int) -> Speculator:
+        """One for up to `requests` sequences at a time; measures costs where `options` ask for it."""
+        measured = policy.mtp is not None and options.length is None
+        return cls(policy, cache, options, profile(policy, cache, requests) if measured else None)
+
     def attach(self, cache: PolicyCache) -> None:
-        """Goes over to a cache."""
+        """Goes over to an empty cache."""
         assert cache.draft is not None
         self._cache, self._window = cache, cache.draft
         self._survival = np.ones((cache.max_sequences, self.slots))
 
-    def observe(self, slots: Tensor, starts: Tensor, lengths: Tensor, new: NewTokens) -> None:
-        """Takes in what the policy computed of `lengths` [B] new tokens of each row, from `starts` [B]."""
-        assert new.features is not None
-        columns = torch.arange(int(lengths.max()), device=lengths.device)
-        first = lengths.cumsum(0) - lengths
-        index = first[:, None] + torch.minimum(columns, lengths[:, None] - 1)
+    def extend(self, cache: PolicyCache, slots: Tensor, token_ids: Tensor, lengths: Tensor) -> Tensor:
+        """`Policy.extend`, after which the drafter knows the new tokens too."""
+        assert cache is self._cache
+        starts = torch.tensor([cache.length(slot) for slot in slots.tolist()], device=slots.device)
+        new = NewTokens()
+        hidden = self._policy.extend(cache, slots, token_ids, lengths, new=new)
         self._window.begin(slots, starts)
-        self._take(slots, new.features[index], lengths)
+        self._observe(slots, new, lengths.cumsum(0) - lengths, lengths)
         self._survival[slots.cpu().numpy()] = 1.0
+        return hidden
 
-    def decode(
-        self,
-        slots: np.ndarray,
-        anchors: np.ndarray,
-        starts: np.ndarray,
-        room: np.ndarray,
-        columns: SamplingColumns,
-    ) -> Verified:
-        """Draws one or more tokens for each of R sequences; `settle` must follow.
-
-        Args:
-            slots: int64 [R] of the cache.
-            anchors: int64 [R] last token of each, which the cache does not hold yet.
-            starts: int64 [R] position of the token to draw.
-            room: int64 [R] how many tokens each may still get, at least 1.
-            columns: how to sample.
-        """
+    def step(self, table: Rows, rows: np.ndarray) -> Drawn:
+        """Draws one or more tokens for each of `rows`; `table` learns what the cache holds afterwards."""
         self._steps += 1
+        slots, starts = table.slot[rows], table.length[rows]
+        columns, room = table.sampling.take(rows), table.limit[rows] - starts
+        anchors = table.token_ids[rows, starts - 1].astype(np.int64)
         attempt = Attempt(self.slots, starts, columns, self._options.rule)
+        drafts, lengths = self._draft(attempt, slots, anchors, room)
+        new, counts = NewTokens(), lengths + 1
+        ids = np.concatenate((anchors[:, None], drafts), axis=1)
         on_device = self._to_device(slots)
-        lengths, draft = np.zeros(len(slots), np.int64), None
-        budget = self._budget(slots, room)
-        if budget:
-            draft = self._draft(on_device, anchors, attempt)
-            lengths = self._lengths(slots, draft, budget, room)
-        ids = np.zeros((len(slots), int(lengths.max()) + 1), np.int64)
-        ids[:, 0] = anchors
-        if draft is not None:
-            ids[:, 1:] = draft.token_ids[:, : ids.shape[1] - 1].cpu().numpy()
-        self._new = NewTokens()
-        counts = self._to_device(lengths + 1)
-        self._policy.extend(self._cache, on_device, self._to_device(ids), counts, new=self._new)
-        assert self._new.hidden is not None
-        verified = attempt.verify(self._policy.logits(self._new.hidden), ids[:, 1:], lengths)
-        self._pending = (on_device, lengths)
-        self.counters.rows += len(slots)
-        self.counters.checked += int(lengths.sum())
-        return verified
-
-    def settle(self, kept: np.ndarray) -> None:
-        """Keeps the anchor and the first `kept` [R] drafts of the last `decode`, and takes the rest back."""
-        slots, lengths = self._pending
-        assert self._new.features is not None
-        first = np.cumsum(lengths + 1) - (lengths + 1)
-        index = first[:, None] + np.minimum(np.arange(int(kept.max()) + 1), kept[:, None])
-        self._take(slots, self._new.features[self._to_device(index)], self._to_device(kept + 1))
+        self._policy.extend(self._cache, on_device, self._to_device(ids), self._to_device(counts), new=new)
+        assert new.hidden is not None
+        verified = attempt.verify(self._policy.logits(new.hidden), drafts, lengths)
+        kept = _until_stop(table.is_stop(rows, verified.token_ids), verified.accepted)
+        first = np.cumsum(counts) - counts
+        self._observe(on_device, new, self._to_device(first), self._to_device(kept + 1))
         for slot, excess in zip(slots.tolist(), (lengths - kept).tolist(), strict=True):
             if excess:
                 self._cache.truncate(slot, self._cache.length(slot) - excess)
-        self.counters.accepted += int(kept.sum())
+        table.cached[rows] += kept + 1
+        self.counters.add(len(rows), int(lengths.sum()), int(kept.sum()))
+        logprobs = (verified.logprobs, verified.full_logprobs)
+        return Drawn(rows, verified.token_ids, *logprobs, kept + 1, verified.finite, verified.clean)
 
-    def _take(self, slots: Tensor, features: Tensor, lengths: Tensor) -> None:
+    def _observe(self, slots: Tensor, new: NewTokens, first: Tensor, lengths: Tensor) -> None:
+        """Writes features of the next `lengths` [B] tokens, which begin at `first` [B] of the packed ones."""
+        assert new.features is not None
+        columns = torch.arange(int(lengths.max()), device=lengths.device)
+        features = new.features[first[:, None] + torch.minimum(columns, lengths[:, None] - 1)]
         fake_quant = self._policy.fake_quant
         self._drafter.observe(self._window, features, fake_quant, rows=slots, lengths=lengths)
 
-    def _draft(self, slots: Tensor, anchors: np.ndarray, attempt: Attempt) -> Draft:
+    def _draft(
+        self, attempt: Attempt, slots: np.ndarray, anchors: np.ndarray, room: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Drafts [R, K] and how many of them are to be checked [R]."""
+        budget = self._budget(slots, room)
+        if not budget:
+            return np.zeros((len(slots), 0), np.int64), np.zeros(len(slots), np.int64)
         draft = self._drafter.draft(
-            self._policy, self._window, self._to_device(anchors), rows=slots, choose=attempt.choose
+            self._policy,
+            self._window,
+            self._to_device(anchors),
+            rows=self._to_device(slots),
+            choose=attempt.choose,
         )
-        return draft
+        lengths = self._lengths(slots, draft, budget, room)
+        return draft.token_ids[:, : int(lengths.max())].cpu().numpy(), lengths
 
     def _budget(self, slots: np.ndarray, room: np.ndarray) -> int:
         """How many drafts the whole batch checks: known before they are drawn."""
@@ -184,6 +190,12 @@ class Speculator:
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._policy.device)
+
+
+def _until_stop(stops: np.ndarray, accepted: np.ndarray) -> np.ndarray:
+    """How many drafts [R] stay when nothing follows the first stop id; `stops` [R, K + 1] says where one is."""
+    first = np.where(stops.any(axis=1), stops.argmax(axis=1), stops.shape[1])
+    return np.minimum(accepted, first)
 
 
 def _within(survival: np.ndarray, room: np.ndarray) -> np.ndarray:
