@@ -55,7 +55,8 @@ class CacheBytes:
 
 def measure(config: PolicyConfig) -> CacheBytes:
     """Allocate a small packed cache of `config` and read its buffers' sizes."""
-    cache = PolicyCache(config, 1, 1, getattr(torch, config.dtype), torch.device("cpu"), "packed", _PAGES)
+    dtype, device = getattr(torch, config.dtype), torch.device("cpu")
+    cache = PolicyCache(config, 1, 1, dtype, device, "packed", _PAGES, slack=0)
     assert cache.pages is not None
     # The page that is never handed out has buffers too, and as many tokens' worth.
     tokens = (_PAGES + 1) * cache.pages.page_tokens

@@ -63,10 +63,20 @@ class LayerRun:
             mask = self._tap(config.candidate_source_layer_id, "candidate_mask")
             blocks = mask[..., :: config.candidate_block_size]
             candidates = torch.where(blocks, torch.arange(blocks.shape[-1]), -1)
-        visible = batch.rows[0].groups(config.ratio(layer)).visible
+        visible = batch.rows[0].visible(config.ratio(layer))
         index = self._tap(config.index_owner(layer), "index_topk").long()
         keys = TensorKeys(self._tap(owner, "index_k"))
         return Globals(TensorKeys(main), keys, Selection(visible, main.shape[1], index), candidates)
+
+    def _key_input(self, layer: int, x: Tensor) -> Tensor:
+        """What the compressor of `layer` reads, whose attention reads `x`."""
+        start = self.config.decoder_start
+        if start is None or layer <= start:
+            return x
+        streams, weights = self._input(start)
+        if f"tap.layers.{start}.engram_out" in self.reference:
+            streams = self._tap(start, "engram_out").flatten(0, 1)
+        return self.file.policy.blocks[start].attention_input(streams, weights)
 
     def _layer(self, layer: int) -> Case:
         trace, ids, policy = Trace(), self.file.token_ids, self.file.policy
@@ -81,7 +91,12 @@ class LayerRun:
             block.inject(streams, batch, rows)
             streams = self._tap(layer, "engram_out").flatten(0, 1)
         options = RunOptions(policy.fake_quant, policy.dense_limit)
-        block(streams, weights, batch, [self._shared(layer, batch)], None, options)
+        x = block.attention_input(streams, weights)
+        if self.config.mode(layer) is AttentionMode.FULL:
+            shared = block.attn.add_keys(self._key_input(layer, x), batch, None, options)
+        else:
+            shared = [self._shared(layer, batch)]
+        block(streams, x, batch, shared, None, options)
         return self._compare(layer, trace.values, problems)
 
     def _compare(self, layer: int, ours: dict[str, Tensor], problems: list[str]) -> Case:

@@ -149,6 +149,15 @@ class PolicyConfig:
 
         return to_published(self)
 
+    @property
+    def decoder_start(self) -> int | None:
+        """The decoder's first layer: the first KV source in the upper half. None where there is no such layer.
+
+        All KV sources from there on compress what this layer's attention reads, the encoder's output.
+        """
+        half = self.num_hidden_layers // 2
+        return next((source for source in sorted(self.kv_source_layer_ids) if source >= half), None)
+
     def ratio(self, layer: int) -> int:
         """Tokens per main key in `layer`; 0 in a pure sliding-window layer."""
         return self.compress_ratios[layer]

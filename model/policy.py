@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from model.balance import BALANCE_SPEED, balance_loss, expert_load, move_bias
 from model.batch import Batch, NewTokens, PackedTokens, Trace
 from model.cache.policy_cache import PolicyCache, Storage
-from model.config import PolicyConfig, VisionConfig
+from model.cache.progress import Span
+from model.config import AttentionMode, PolicyConfig, VisionConfig
 from model.dspark import Drafter
 from model.initialization import initialize
 from model.layers.attention import Globals, RunOptions
@@ -173,10 +174,19 @@ class Policy(nn.Module):
             pages: packed only: pages of compressed keys; None: as many as full slots can need.
         """
         dtype = self.norm.weight.dtype
-        cache = PolicyCache(self.config, max_sequences, max_tokens, dtype, self.device, storage, pages)
-        if self.config.engram_layer_ids:
-            cache.blank_tail = int(self._pad_id())
-        return cache
+        return PolicyCache(self.config, max_sequences, max_tokens, dtype, self.device, storage, pages)
+
+    def look_back_ids(self, token_ids: Tensor, image: Tensor | None = None) -> Tensor:
+        """What n-grams see of the tokens [n] before a sequence is resumed (`PolicyCache.adopt`).
+
+        Args:
+            token_ids: [n]; only the last ones matter.
+            image: [n] bool, true on tokens of image spans.
+        """
+        if self.engram_hash is None:
+            return token_ids[:0]
+        self._pad_id()
+        return self._compressed(token_ids, image)[-(self.config.engram_max_ngram_size - 1) :]
 
     def extend(
         self,
@@ -185,6 +195,8 @@ class Policy(nn.Module):
         token_ids: Tensor,
         lengths: Tensor,
         *,
+        decode_from: Tensor | None = None,
+        replayed: Tensor | None = None,
         images: ImageTokens | None = None,
         new: NewTokens | None = None,
         trace: Trace | None = None,
@@ -196,16 +208,24 @@ class Policy(nn.Module):
             slots: [B] int64, each sequence once.
             token_ids: [B, L] int64; row b counts up to `lengths[b]`.
             lengths: [B] int64, 1 .. L.
+            decode_from: [B] int64, position from which on the decoder runs; of earlier tokens it gets the
+                compressed keys alone. Where that leaves a gap behind the tokens it has run, its windows start
+                anew; otherwise it goes on where it stopped. None: it runs every new token.
+            replayed: [B] int64, how many of the new tokens the caller takes to be counted in the cache
+                already (their windows were lost, see `PolicyCache.adopt`). They are the first ones, and are
+                known to the cache: this only checks that both agree.
             images: the images among the new tokens, with types [B, L].
             new: where to put what is known of every new token, not of the last one alone.
             trace: where to keep intermediate results.
 
         Returns:
-            [B, d], the head's input for the last new token of each sequence.
+            [B, d], the head's input for the last new token of each sequence; zeros where the decoder did not
+            run it.
 
         Raises:
             CacheFull: a sequence would outgrow its slot, or pages run out; nothing has been written.
-            ValueError: a slot is not allocated or appears twice, a length is out of range, or the cache is
+            ValueError: a slot is not allocated or appears twice, a length is out of range, the decoder is to
+                skip tokens and there is none, `replayed` is not what the cache expects, or the cache is
                 packed and `fake_quant` is off.
         """
         slot_list, length_list = slots.tolist(), lengths.tolist()
@@ -217,8 +237,9 @@ class Policy(nn.Module):
             raise ValueError(
                 "a packed cache holds rounded keys: set policy.fake_quant, or make a dense cache"
             )
-        cache.make_room(slot_list, length_list)
-        batch = Batch.of_cached(cache, slots, length_list, self.config.sliding_window, trace)
+        spans = cache.make_room(slot_list, length_list, None if decode_from is None else decode_from.tolist())
+        self._check_spans(spans, None if replayed is None else replayed.tolist())
+        batch = Batch.of_cached(cache, slots, spans, self.config.sliding_window, trace)
         batch.keep_features = new is not None and self.mtp is not None
         row = batch.rows[0]
         packed = row.unpad(token_ids[:, : row.length])
@@ -229,13 +250,34 @@ class Policy(nn.Module):
         engram_rows = self._cached_engram(packed, batch, cache, slots)
         embedded = self._embed(packed, images)
         streams, weights, _ = self._run(embedded, batch, engram_rows, cache, options)
-        cache.advance(slot_list, length_list)
-        last = row.last
+        cache.advance(slot_list, spans)
         if new is not None:
-            every = self.norm(collapse(weights, streams))
-            new.hidden, new.features = every, batch.features
-            return every[last]
-        return self.norm(collapse(weights[last], streams[last]))
+            new.counts = torch.tensor([span.decoded for span in spans], device=slots.device)
+        if batch.decoder is None:
+            return streams.new_zeros(len(slot_list), self.config.hidden_size)
+        last = batch.decoder.rows[0].last
+        if new is None:
+            hidden = self.norm(collapse(weights[last], streams[last]))
+        else:
+            decoded = self.norm(collapse(weights, streams))
+            new.hidden, new.features = decoded, batch.features
+            hidden = decoded[last]
+        if batch.decoder_rows is None:
+            return hidden
+        every = hidden.new_zeros(len(slot_list), self.config.hidden_size)
+        return every.index_copy_(0, batch.decoder_rows, hidden)
+
+    def _check_spans(self, spans: list[Span], replayed: list[int] | None) -> None:
+        if self.config.decoder_start is None and any(span.decoder_start > span.start for span in spans):
+            raise ValueError(
+                "this policy has no decoder of its own (no kv source in its upper half): give no decode_from"
+            )
+        counted = [span.counted for span in spans]
+        if replayed is not None and replayed != counted:
+            raise ValueError(
+                f"of the new tokens {counted} are counted in the cache already, not {replayed}: begin at the "
+                "position the slot was adopted to resume from, and leave out `replayed` or count from there"
+            )
 
     def update_balance(
         self, load: Tensor, image_load: Tensor | None = None, speed: float = BALANCE_SPEED
@@ -260,19 +302,48 @@ class Policy(nn.Module):
         weights = torch.zeros(embedded.shape[0], n, device=streams.device)
         weights[:, 0] = 1.0
         shared = [Globals() for _ in batch.rows]
+        keys: dict[int, list[Globals]] = {}
         routings: list[Routing] = []
         features: list[Tensor] = []
+        whole, wanted = batch, batch.keep_features or batch.trace is not None
         for block in self.blocks:
             streams = block.inject(streams, batch, rows)
-            wanted = batch.keep_features or batch.trace is not None
             if wanted and block.layer in self.config.dspark_target_layer_ids:
                 features.append(streams.float().mean(1).to(streams.dtype))
-            streams, weights, shared, routing = block(streams, weights, batch, shared, cache, options)
+            x = block.attention_input(streams, weights)
+            if block.layer == self.config.decoder_start:
+                keys = self._decoder_keys(x, batch, cache, options)
+                if batch.decoder is None:
+                    break
+                streams, weights, x, rows, *features = _of_decoder(
+                    batch.decoder_tokens, streams, weights, x, rows, *features
+                )
+                batch = batch.decoder
+            if block.layer in keys:
+                shared = keys.pop(block.layer)
+            elif block.attn.mode is AttentionMode.FULL:
+                shared = block.attn.add_keys(x, batch, cache, options)
+            streams, weights, shared, routing = block(streams, x, batch, shared, cache, options)
             routings.append(routing)
         if features:
-            batch.features = torch.cat(features, dim=-1)
-            batch.record("main_hidden", batch.features)
+            whole.features = torch.cat(features, dim=-1)
+            whole.record("main_hidden", whole.features)
         return streams, weights, routings
+
+    def _decoder_keys(
+        self, boundary: Tensor, batch: Batch, cache: PolicyCache | None, options: RunOptions
+    ) -> dict[int, list[Globals]]:
+        """Keys of every KV source of the decoder: each has its own projection of the encoder's output."""
+        batch.record("boundary", boundary)
+        start, decoder = self.config.decoder_start, batch.decoder
+        assert start is not None
+        keys = {}
+        for source in (layer for layer in self.config.kv_source_layer_ids if layer >= start):
+            attention = self.blocks[source].attn
+            keys[source] = attention.add_keys(boundary, batch, cache, options)
+            if cache is not None and decoder is not None and decoder is not batch:
+                keys[source] = [attention.read_keys(row, cache) for row in decoder.rows]
+        return keys
 
     def _pad_id(self) -> Tensor:
         if self.token_map is None:
@@ -282,10 +353,10 @@ class Policy(nn.Module):
             )
         return self.token_map[self.config.engram_pad_token_id]
 
-    def _compressed(self, token_ids: Tensor, batch: Batch) -> Tensor:
+    def _compressed(self, token_ids: Tensor, image: Tensor | None) -> Tensor:
         """Compressed ids [T], dead where a token belongs to an image."""
         ids = self.token_map[token_ids]  # pyright: ignore[reportOptionalSubscript]
-        return ids if batch.image is None else ids.masked_fill(batch.image, DEAD)
+        return ids if image is None else ids.masked_fill(image, DEAD)
 
     def _embed(self, token_ids: Tensor, images: ImageTokens | None) -> Tensor:
         """[T, d] of text and images."""
@@ -306,7 +377,7 @@ class Policy(nn.Module):
         if self.engram_hash is None:
             return None
         pad = self._pad_id()
-        ids = self._compressed(token_ids, batch)
+        ids = self._compressed(token_ids, batch.image)
         distances = torch.arange(self.config.engram_max_ngram_size, device=ids.device)
         index = torch.arange(ids.shape[0], device=ids.device)[:, None] - distances
         history = torch.where(distances <= batch.position[:, None], ids[index.clamp_min(0)], pad)
@@ -318,13 +389,14 @@ class Policy(nn.Module):
         """Table rows of new tokens; the look-back reaches into the cached sequences."""
         if self.engram_hash is None:
             return None
-        row, pad = batch.rows[0], self._pad_id()
-        reach = self.config.engram_max_ngram_size - 1
-        ids = row.pad(self._compressed(token_ids, batch))
-        known = torch.cat([cache.tail[slots], ids], dim=1)
-        last = row.lengths.to(ids.device)[:, None] + torch.arange(reach, device=ids.device)
-        cache.tail[slots] = known.gather(1, last)
-        history = known.unfold(1, reach + 1, 1).flip(-1)
+        row, pad, reach = batch.rows[0], self._pad_id(), cache.reach
+        ids, entries = self._compressed(token_ids, batch.image), cache.tail.shape[1]
+        before = row.starts[:, None] + torch.arange(-reach, 0)
+        held = cache.tail[slots[:, None], (before % entries).to(slots.device)]
+        held = torch.where((before < 0).to(slots.device), pad, held)
+        ring = row.ring(entries)
+        cache.tail.flatten().index_copy_(0, ring.target, ids.index_select(0, ring.source))
+        history = torch.cat([held, row.pad(ids)], dim=1).unfold(1, reach + 1, 1).flip(-1)
         return self._hashed(row.unpad(history), pad, batch)
 
     def _hashed(self, history: Tensor, pad: Tensor, batch: Batch) -> Tensor:
@@ -332,3 +404,10 @@ class Policy(nn.Module):
         rows = self.engram_hash(look_back(history, pad))
         batch.record("engram_hash_ids", rows)
         return rows
+
+
+def _of_decoder(tokens: Tensor | None, *columns: Tensor | None) -> list[Tensor | None]:
+    """The decoder's tokens of each of `columns` [T, ...]; None stands for all."""
+    if tokens is None:
+        return list(columns)
+    return [None if column is None else column.index_select(0, tokens) for column in columns]

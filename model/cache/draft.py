@@ -75,10 +75,27 @@ class DraftWindow:
         self.next[row] = 0
         self.first[row] = 0
 
+    def truncate(self, row: int, length: int) -> None:
+        """Forget positions from `length` on; the oldest ones that they had overwritten are lost too."""
+        end = int(self.next[row])
+        if end > length:
+            self.first[row] = max(int(self.first[row]), min(end - self.size, length))
+            self.next[row] = length
+
     def copy(self, source: int, target: int) -> None:
         """Make window `target` equal to window `source`."""
         self.storage[:, target] = self.storage[:, source]
         self.next[target], self.first[target] = self.next[source], self.first[source]
+
+    def export(self, row: int) -> dict[str, Tensor]:
+        """A copy of one window, for `load`."""
+        keys, bounds = self.storage[:, row].clone(), torch.stack((self.first[row], self.next[row]))
+        return {"draft.keys": keys, "draft.bounds": bounds}
+
+    def load(self, row: int, state: dict[str, Tensor]) -> None:
+        """Fill a window with what `export` gave, of the same configuration and storage."""
+        self.storage[:, row] = state["draft.keys"].to(self.storage.device)
+        self.first[row], self.next[row] = state["draft.bounds"].tolist()
 
     @property
     def nbytes(self) -> int:

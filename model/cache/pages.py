@@ -81,6 +81,14 @@ class PageTable:
         self.table[target] = NULL_PAGE
         self.table[target, :count] = self.table[source, :count]
 
+    def shrink(self, slot: int, length: int) -> None:
+        """Take `slot` off the pages behind its first `length` tokens."""
+        count = -(-length // self.page_tokens)
+        for page in self._owned[slot][count:]:
+            self._drop(page)
+        del self._owned[slot][count:]
+        self.table[slot, count:] = NULL_PAGE
+
     def release(self, slot: int) -> None:
         """Take `slot` off its pages; those without another sequence are free again."""
         for page in self._owned[slot]:

@@ -81,7 +81,7 @@ class Attempt:
         own, full = target.logprobs_of(_tensor(index.ravel(), logits), _tensor(tokens.ravel(), logits))
         finite = target.finite.cpu().numpy()
         own, full = own.reshape(tokens.shape), full.reshape(tokens.shape)
-        return Verified(tokens, own, full, accepted, finite[index].all(axis=1), bool(finite.all()))
+        return Verified(tokens, own, full, accepted, finite[index].min(axis=1), bool(finite.all()))
 
     def _reject(
         self, target: Tensor, index: np.ndarray, drafts: np.ndarray, lengths: np.ndarray

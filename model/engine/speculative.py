@@ -23,6 +23,7 @@ from model.engine.verification import Costs, admit, choose_budget, profile
 
 if TYPE_CHECKING:
     from model.cache.policy_cache import PolicyCache
+    from model.engine.scheduler import Cache
     from model.policy import Policy
 
 _PROBE_STEPS = 64
@@ -106,14 +107,16 @@ class Speculator:
         self._cache, self._window = cache, cache.draft
         self._survival = np.ones((cache.max_sequences, self.slots))
 
-    def extend(self, cache: PolicyCache, slots: Tensor, token_ids: Tensor, lengths: Tensor) -> Tensor:
+    def extend(self, cache: Cache, slots: Tensor, token_ids: Tensor, lengths: Tensor) -> Tensor:
         """`Policy.extend`, after which the drafter knows the new tokens too."""
         assert cache is self._cache
-        starts = torch.tensor([cache.length(slot) for slot in slots.tolist()], device=slots.device)
-        new = NewTokens()
+        new, cache = NewTokens(), self._cache
         hidden = self._policy.extend(cache, slots, token_ids, lengths, new=new)
-        self._window.begin(slots, starts)
-        self._observe(slots, new, lengths.cumsum(0) - lengths, lengths)
+        assert new.counts is not None
+        if new.hidden is not None:
+            ends = torch.tensor([cache.length(slot) for slot in slots.tolist()], device=slots.device)
+            self._window.begin(slots, ends - new.counts)
+            self._observe(slots, new, new.counts.cumsum(0) - new.counts, new.counts)
         self._survival[slots.cpu().numpy()] = 1.0
         return hidden
 
@@ -146,7 +149,8 @@ class Speculator:
         """Writes features of the next `lengths` [B] tokens, which begin at `first` [B] of the packed ones."""
         assert new.features is not None
         columns = torch.arange(int(lengths.max()), device=lengths.device)
-        features = new.features[first[:, None] + torch.minimum(columns, lengths[:, None] - 1)]
+        index = first[:, None] + torch.minimum(columns, (lengths[:, None] - 1).clamp_min(0))
+        features = new.features[index.clamp_max(len(new.features) - 1)]
         fake_quant = self._policy.fake_quant
         self._drafter.observe(self._window, features, fake_quant, rows=slots, lengths=lengths)
 
@@ -193,7 +197,7 @@ class Speculator:
 
 
 def _until_stop(stops: np.ndarray, accepted: np.ndarray) -> np.ndarray:
-    """How many drafts [R] stay when nothing follows the first stop id; `stops` [R, K + 1] says where one is."""
+    """How many drafts [R] stay when nothing follows the first stop id; `stops` [R, K + 1] marks them."""
     first = np.where(stops.any(axis=1), stops.argmax(axis=1), stops.shape[1])
     return np.minimum(accepted, first)
 

@@ -89,16 +89,24 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, batch: Batch, shared: list[Globals], cache: PolicyCache | None, options: RunOptions
     ) -> tuple[Tensor, list[Globals]]:
-        """Normalised tokens [T, d] to [T, d], and what later layers share."""
+        """Attention of a batch.
+
+        Args:
+            x: [T, d], normalised.
+            batch: the tokens' layout.
+            shared: what earlier layers handed on, one a group of rows; in a Full layer its own keys.
+            cache: holds the window keys before the new tokens; None in training.
+            options: of this pass.
+
+        Returns:
+            [T, d], and what later layers share.
+        """
         rotation, per_head = batch.rotations(self.ratio, self.frequencies)
         query_latent, query = self.queries(x, per_head)
         window = self.window_keys(x, rotation, options.fake_quant)
-        projected = self.compressor.project(x) if self.mode is AttentionMode.FULL else None
         asked = self._ask(x, query_latent, per_head, options)
         outputs, handed_on = [], []
         for rows, known in zip(batch.rows, shared, strict=True):
-            if projected is not None:
-                known = self._add_keys(projected, rows, cache, options, batch.trace)
             row_query, row_window = rows.pad(query), self._row_keys(rows, window, cache)
             if asked is not None:
                 asked_rows = IndexQueries(rows.pad(asked.heads), rows.pad(asked.weights))
@@ -110,6 +118,30 @@ class Attention(nn.Module):
         if cache is not None:
             cache.windows.append(self.layer, batch.rows[0], window)
         return self.output(batch.merge(outputs), per_head), handed_on
+
+    def add_keys(
+        self, x: Tensor, batch: Batch, cache: PolicyCache | None, options: RunOptions
+    ) -> list[Globals]:
+        """Compress tokens to this Full layer's main keys and index keys.
+
+        Args:
+            x: [T, d], this layer's own input, or in the decoder that of its first layer.
+            batch: the tokens' layout.
+            cache: gets the keys of groups that closed; None in training.
+            options: of this pass.
+
+        Returns:
+            The keys, one a group of rows.
+        """
+        projected = self.compressor.project(x)
+        return [self._add_row_keys(projected, rows, cache, options, batch.trace) for rows in batch.rows]
+
+    def read_keys(self, rows: Rows, cache: PolicyCache) -> Globals:
+        """This Full layer's keys of the sequences of `rows`, as cached."""
+        assert rows.target is not None
+        slots, width = rows.target.slots, rows.width(self.ratio)
+        main, index_keys = cache.main[self.layer], cache.index_keys[self.layer]
+        return Globals(main.gather(slots, width), index_keys.gather(slots, width))
 
     def queries(self, x: Tensor, per_head: Rotation) -> tuple[Tensor, Tensor]:
         """The latent [T, q] and the rotated heads [T, H, c]."""
@@ -130,7 +162,7 @@ class Attention(nn.Module):
         with torch.set_grad_enabled(options.supervision is not None and torch.is_grad_enabled()):
             return self.indexer.queries(x.detach(), query_latent.detach(), per_head, options.fake_quant)
 
-    def _add_keys(
+    def _add_row_keys(
         self,
         projected: Tensor,
         rows: Rows,
@@ -138,7 +170,7 @@ class Attention(nn.Module):
         options: RunOptions,
         trace: Trace | None,
     ) -> Globals:
-        """Main keys and index keys of a Full layer, from what its compressor projected."""
+        """The same for a group of rows, from what the compressor projected."""
         plan = rows.groups(self.ratio)
         pending = None if cache is None else cache.pending.get(self.layer)
         latent = self.compressor.pool(projected, rows, plan, pending, self.wkv.weight.dtype)
@@ -155,16 +187,12 @@ class Attention(nn.Module):
             return Globals(TensorKeys(main), TensorKeys(index_keys))
         cache.main[self.layer].append(plan, exact, main)
         cache.index_keys[self.layer].append(plan, index_keys, index_keys)
-        slots = rows.target.slots
-        return Globals(
-            cache.main[self.layer].gather(slots, plan.width),
-            cache.index_keys[self.layer].gather(slots, plan.width),
-        )
+        return self.read_keys(rows, cache)
 
     def _choose(self, asked: IndexQueries, rows: Rows, known: Globals, trace: Trace | None) -> Globals:
         """Select among the main keys of the owner, inside the candidates where this layer is restricted."""
         assert known.index_keys is not None
-        visible = rows.groups(self.ratio).visible
+        visible = rows.visible(self.ratio)
         candidates = known.candidates if self.restricted else None
         rule = None if self.restricted and candidates is None else self.rule
         keys = known.index_keys.dense()
@@ -254,7 +282,7 @@ class Attention(nn.Module):
         new = rows.pad(window)
         if cache is None or rows.target is None:
             return new
-        return torch.cat([cache.windows.gather(self.layer, rows.target.slots), new], dim=1)
+        return torch.cat([cache.windows.gather(self.layer, rows), new], dim=1)
 
     @property
     def score_dtype(self) -> torch.dtype:

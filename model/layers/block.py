@@ -46,22 +46,26 @@ class Block(nn.Module):
         batch.record(f"layers.{self.layer}.engram_out", streams)
         return streams
 
+    def attention_input(self, streams: Tensor, weights: Tensor) -> Tensor:
+        """What the attention site reads, [T, d], after `inject`."""
+        return self.attn_norm(collapse(weights, streams))
+
     def forward(
         self,
         streams: Tensor,
-        weights: Tensor,
+        x: Tensor,
         batch: Batch,
         shared: list[Globals],
         cache: PolicyCache | None,
         options: RunOptions,
     ) -> tuple[Tensor, Tensor, list[Globals], Routing]:
-        """One block, after `inject`.
+        """One block.
 
         Args:
             streams: [T, n, d].
-            weights: A [T, n] of the previous site.
+            x: its `attention_input`.
             batch: the tokens' layout.
-            shared: what earlier layers handed on, one a group of rows.
+            shared: what earlier layers handed on, one a group of rows; in a Full layer its own keys.
             cache: to read from and append to; None in training.
             options: of this pass.
 
@@ -70,7 +74,7 @@ class Block(nn.Module):
         """
         name = f"layers.{self.layer}."
         next_weights, write, carry = self.hc_attn(streams)
-        update, shared = self.attn(self.attn_norm(collapse(weights, streams)), batch, shared, cache, options)
+        update, shared = self.attn(x, batch, shared, cache, options)
         batch.record(name + "attn_out", update)
         streams = mix(carry, streams, write, update)
         weights, write, carry = self.hc_ffn(streams)

@@ -35,7 +35,7 @@ class Compressor(nn.Module):
     def pool(
         self, projected: Tensor, rows: Rows, plan: GroupPlan, pending: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        """Latents [B, G, c] of the groups of `plan`; `pending` [slots, m, 2 c] is updated."""
+        """Latents [B, G, c] of the groups of `plan`; `pending` [slots, ring, 2 c] is updated."""
         if self.ratio == 1:
             return rows.pad(projected)
         return self.norm(self._mean(self._aligned(projected, rows, plan, pending)).to(dtype))
@@ -45,10 +45,10 @@ class Compressor(nn.Module):
             return projected.view(rows.count, -1, self.ratio, projected.shape[-1])
         if rows.target is not None:
             assert pending is not None and plan.pending is not None
-            slots = rows.target.slots
-            projected = torch.cat([pending.index_select(0, slots).flatten(0, 1), projected])
-            waiting = projected.index_select(0, plan.pending).unflatten(0, (-1, self.ratio))
-            pending.index_copy_(0, slots, waiting)
+            flat, ring = pending.flatten(0, 1), rows.ring(pending.shape[1])
+            waiting = flat.index_select(0, plan.pending)
+            flat.index_copy_(0, ring.target, projected.index_select(0, ring.source))
+            projected = torch.cat([waiting, projected])
         aligned = projected.index_select(0, plan.source.flatten())
         return aligned.view(rows.count, -1, self.ratio, projected.shape[-1])
 
