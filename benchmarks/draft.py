@@ -33,7 +33,7 @@ from model.engine.requests import Request
 from model.engine.sampler import SamplingParams
 from model.engine.speculative import Speculation
 from model.policy import Policy
-from rl.trainers.data import Sample, message_dict
+from rl.trainers.data import Sample, message_dict, tool_dict
 from rl.trainers.draft import DraftConfig, DraftTrainer
 
 _LEAST = 1.8
@@ -63,7 +63,7 @@ class Player:
 
     def __init__(self, policy: Policy, chat: ChatFormat) -> None:
         self.policy, self.chat = policy, chat
-        self._stop = frozenset({chat.render_assistant({"role": "assistant", "content": ""})[-1]})
+        self._tools = [tool_dict(tool) for tool in envs.registry.load("calc").tools]
 
     def play(
         self,
@@ -100,7 +100,7 @@ class Player:
             for place, prompt in enumerate(wave):
                 own = seed + begin + place
                 params = SamplingParams(
-                    temperature=temperature, seed=own, max_tokens=_TURN, stop_ids=self._stop
+                    temperature=temperature, seed=own, max_tokens=_TURN, stop_ids=self.chat.stop_ids
                 )
                 ids[engine.submit(Request(f"{own}", prompt, params))] = (prompt, own)
             while engine.has_work:
@@ -116,7 +116,7 @@ class Player:
 
     def _answer(self, turn: Turn) -> list[int] | None:
         """What the tool says to a turn's call; None where the turn calls nothing."""
-        calls = self.chat.parse(turn.completion).message.get("tool_calls")
+        calls = self.chat.parse(turn.completion, tools=self._tools).message.get("tool_calls")
         if not calls:
             return None
         found = _CALL.search(calls[0]["function"]["arguments"])
@@ -127,12 +127,8 @@ class Player:
 def main() -> int:
     """Trains and measures; prints a line a figure, the main ones last."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.draft", description=__doc__)
-    parser.add_argument(
-        "--checkpoint", type=Path, help="folder of a policy with a drafter and its chat format"
-    )
-    parser.add_argument(
-        "--policy-steps", type=int, default=40, help="steps of reinforcement of the demo policy"
-    )
+    parser.add_argument("--checkpoint", type=Path, help="folder of a policy that has a drafter")
+    parser.add_argument("--policy-steps", type=int, default=40, help="of the demo policy's reinforcement")
     parser.add_argument("--steps", type=int, default=200, help="steps of the drafter's training")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -168,16 +164,16 @@ def _prompts(chat: ChatFormat, split: str, seed: int) -> Iterator[list[int]]:
     env = envs.registry.load("calc")
     for task in env.tasks(split, seed):
         messages: list[dict[str, Any]] = [message_dict(message) for message in task.prompt]
-        yield chat.render_prompt(messages, tools=[], effort=_EFFORT)
+        yield chat.render_prompt(messages, tools=[tool_dict(t) for t in env.tools], effort=_EFFORT)
 
 
 def _teach(player: Player, steps: int) -> None:
     """Trains the drafter on turns that the policy samples."""
-    config = DraftConfig(anchors=1024)
+    config = DraftConfig(anchors=512)
     config = replace(config, optimizer=replace(config.optimizer, decay="cosine"))
     trainer = DraftTrainer(player.policy, config, total_steps=steps)
     start = time.monotonic()
-    prompts = list(islice(_prompts(player.chat, "train", 0), 3000))
+    prompts = list(islice(_prompts(player.chat, "train", 0), 2000))
     turns, _, _ = player.play(prompts, 0, 1.0)
     draw = np.random.default_rng(0)
     for step in range(1, steps + 1):
@@ -185,8 +181,9 @@ def _teach(player: Player, steps: int) -> None:
         metrics = trainer.step([_sample(turns[i]) for i in chosen])
         if step % 50 == 0 or step == steps:
             print(
-                f"drafter, step {step}: loss {metrics['draft/loss']:.3f}, distance {metrics['draft/tv']:.3f}, "
-                f"expected to be accepted {metrics['draft/accepted']:.2f}, {time.monotonic() - start:.0f} s",
+                f"drafter, step {step}: loss {metrics['draft/loss']:.3f}, "
+                f"distance {metrics['draft/tv']:.3f}, expected to be accepted "
+                f"{metrics['draft/accepted']:.2f}, {time.monotonic() - start:.0f} s",
                 flush=True,
             )
 
