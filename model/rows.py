@@ -35,7 +35,7 @@ class CacheTarget:
 
 
 def ring_size(needed: int, slack: int, multiple: int = 1) -> int:
-    """Entries of a ring that still holds the last `needed` ones after `slack` more were written and undone."""
+    """Entries of a ring that holds the last `needed` ones even after `slack` more were written and undone."""
     return -(-(needed + slack) // multiple) * multiple
 
 

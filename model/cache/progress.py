@@ -56,7 +56,7 @@ class Progress:
     """Tokens that were taken over without what rolling back needs."""
 
     def plan(self, new: int, decode_from: int | None) -> Span:
-        """The span of a call with `new` tokens; the decoder runs from `decode_from` on (None: from the first).
+        """The span of a call with `new` tokens; the decoder runs from `decode_from` on (None: all).
 
         The decoder goes on where it stopped if that is inside the call and `decode_from` skips nothing.
         """

@@ -61,6 +61,14 @@ class SpeculationCounters:
     checked: int = 0
     accepted: int = 0
 
+    def summary(self) -> dict[str, float]:
+        """The counters by name, for a report."""
+        return {
+            "drafts.steps": float(self.rows),
+            "drafts.checked": float(self.checked),
+            "drafts.accepted": float(self.accepted),
+        }
+
     def add(self, rows: int, checked: int, accepted: int) -> None:
         """Counts a step."""
         self.rows += rows

@@ -22,6 +22,7 @@ from model.engine.engine import Engine as ModelEngine
 from model.engine.engine import Policy
 from model.engine.errors import RequestError
 from model.engine.requests import Columns, Finished, Request, StepOutput
+from model.engine.speculative import Speculation
 from rl.engines.base import Completion, EngineError, GenerateRequest, StepFrame, StepListener
 
 
@@ -53,6 +54,7 @@ class NativeEngine:
         version: The version of the policy's weights.
         idle_sessions: How many sessions keep caches between turns (default: `max_requests`).
         caches: What a weight swap does with the caches.
+        speculate: How to draft and check several tokens a step; None draws one.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class NativeEngine:
         version: int = 0,
         idle_sessions: int | None = None,
         caches: Literal["keep", "recompute"] = "keep",
+        speculate: Speculation | None = None,
     ) -> None:
         self.version = version
         self._engine = ModelEngine(
@@ -73,6 +76,7 @@ class NativeEngine:
             max_tokens=max_tokens,
             idle_sessions=idle_sessions,
             version=version,
+            speculate=speculate,
         )
         self._caches: Literal["keep", "recompute"] = caches
         self._on_step = on_step
@@ -137,9 +141,15 @@ class NativeEngine:
             await asyncio.to_thread(self._thread.join)
 
     def stats(self) -> dict[str, float]:
-        """Counters since start: steps, tokens generated and prefilled, busy seconds; requests right now."""
+        """Counters since start: steps, tokens generated and prefilled, busy seconds; requests right now.
+
+        With speculation also single requests' steps, drafts checked, and drafts accepted.
+        """
         counters, scheduler = self._engine.counters, self._engine.scheduler
+        speculator = self._engine.speculator
+        drafts = {} if speculator is None else speculator.counters.summary()
         return {
+            **drafts,
             "steps": float(counters.steps),
             "generated_tokens": float(counters.generated_tokens),
             "prefilled_tokens": float(counters.prefilled_tokens),
