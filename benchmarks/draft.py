@@ -128,8 +128,8 @@ def main() -> int:
     """Trains and measures; prints a line a figure, the main ones last."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.draft", description=__doc__)
     parser.add_argument("--checkpoint", type=Path, help="folder of a policy that has a drafter")
-    parser.add_argument("--policy-steps", type=int, default=40, help="of the demo policy's reinforcement")
-    parser.add_argument("--steps", type=int, default=200, help="steps of the drafter's training")
+    parser.add_argument("--policy-steps", type=int, default=30, help="of the demo policy's reinforcement")
+    parser.add_argument("--steps", type=int, default=100, help="steps of the drafter's training")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
