@@ -131,9 +131,7 @@ class Batch:
 
     @staticmethod
     def of_documents(tokens: PackedTokens, window: int, trace: Trace | None = None) -> Batch:
-        """Documents for training. Raises ValueError when `cu_seqlens` does not cover the tokens, or floors do
-        not fit them.
-        """
+        """Documents for training. Raises ValueError when `cu_seqlens` or floors do not fit the tokens."""
         bounds = tokens.cu_seqlens.tolist()
         total = tokens.token_ids.shape[0]
         lengths = [stop - start for start, stop in pairwise(bounds)]

@@ -151,7 +151,7 @@ class PolicyConfig:
 
     @property
     def decoder_start(self) -> int | None:
-        """The decoder's first layer: the first KV source in the upper half. None where there is no such layer.
+        """The decoder's first layer: the first KV source in the upper half. None where there is none.
 
         All KV sources from there on compress what this layer's attention reads, the encoder's output.
         """
