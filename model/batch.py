@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from model.cache.progress import Span
+from model.choices import FREE, Capture, Choices
+from model.layers.exact import fill
 from model.layers.rope import Rotation
 from model.rows import Rows
 
@@ -32,6 +34,8 @@ class PackedTokens:
     token_ids: Tensor
     cu_seqlens: Tensor
     images: ImageTokens | None = None
+    choices: Choices | None = None
+    """What to choose in place of the pass's own choices."""
     window_floors: Tensor | None = None
     """[T, 2] int64: first position of its document whose window keys a token sees, in the encoder and in the
     decoder (`floors_from_starts`). None: all of its window."""
@@ -87,13 +91,16 @@ class Batch:
 
     def __init__(self, rows: list[Rows], order: Tensor | None, trace: Trace | None = None) -> None:
         self.rows, self._order, self.trace = rows, order, trace
-        position = self.merge([row.unpad(row.position) for row in rows])
-        self.position = position
+        self.position = self._joined([row.unpad(row.position) for row in rows])
+        self.total = self.position.shape[0]
         self.image: Tensor | None = None
         """[T] bool, true on tokens of image spans; None: text only."""
         self.keep_features = False
         self.features: Tensor | None = None
         """[T, 3 d] what the drafter reads, once the layers have run; kept when asked for or traced."""
+        self.choices: Choices | None = None
+        self.capture: Capture | None = None
+        self._encoder: Batch | None = None
         self.decoder: Batch | None = self
         """What the decoder runs; None: nothing."""
         self.decoder_tokens: Tensor | None = None
@@ -105,7 +112,7 @@ class Batch:
     def record(self, name: str, value: Tensor) -> None:
         """Keep `value` when this pass is traced."""
         if self.trace is not None:
-            self.trace.record(name, value)
+            self.trace.record(name, value[: self.total])
 
     def mark_images(self, images: ImageTokens | None) -> None:
         """Tell the layers which tokens belong to images."""
@@ -114,8 +121,45 @@ class Batch:
             image, tokens = self.image, self.decoder_tokens
             self.decoder.image = image if tokens is None else image.index_select(0, tokens)
 
+    @property
+    def image_rows(self) -> Tensor | None:
+        """`image` for the rows that token-wise layers compute: in exact mode filled up to whole blocks."""
+        return None if self.image is None else fill(self.image)
+
+    def replay(self, choices: Choices | None, capture: Capture | None) -> None:
+        """Tell the layers what to choose, and where to keep what is chosen."""
+        self.choices, self.capture = choices, capture
+        if self.decoder is not None and self.decoder is not self:
+            tokens = self.decoder_tokens
+            self.decoder.choices = choices if choices is None or tokens is None else choices.take(tokens)
+            self.decoder.capture, self.decoder._encoder = capture, self
+
+    def among_all(self, chosen: Tensor) -> Tensor:
+        """[T', k] choices for the decoder's tokens to [T, k], free where it did not run a token."""
+        chosen = chosen[: self.total]
+        if self._encoder is None or self._encoder.decoder_tokens is None:
+            return chosen
+        every = chosen.new_full((self._encoder.total, chosen.shape[1]), FREE)
+        return every.index_copy_(0, self._encoder.decoder_tokens, chosen)
+
+    def forced_experts(self, layer: int) -> Tensor | None:
+        """[T, k] experts of `layer` to go to; None: free."""
+        forced = None if self.choices is None else self.choices.experts_of(layer)
+        return None if forced is None else fill(forced)
+
+    def forced_selection(self, layer: int, rows: Rows) -> Tensor | None:
+        """[B, L, K] main keys that the tokens of `rows` select in `layer`; None: free."""
+        forced = None if self.choices is None else self.choices.selection_of(layer)
+        return None if forced is None else rows.pad(forced)
+
     def merge(self, parts: list[Tensor]) -> Tensor:
-        """Put together what each of `rows` computed for its tokens, in the order of the packed tokens."""
+        """Put together what each of `rows` computed for its tokens, in the order of the packed tokens.
+
+        In exact mode they are filled up to whole blocks, as all token-wise values are.
+        """
+        return fill(self._joined(parts))
+
+    def _joined(self, parts: list[Tensor]) -> Tensor:
         if len(parts) == 1 and self._order is None:
             return parts[0]
         joined = torch.cat(parts)
@@ -125,7 +169,7 @@ class Batch:
         """The tokens' rotations ([T, r / 2], [T, 1, r / 2]) with the frequencies of a layer of `ratio`."""
         kind = min(ratio, 1)
         if kind not in self._rotations:
-            rotation = Rotation.at(self.position, frequencies)
+            rotation = Rotation.at(fill(self.position), frequencies)
             self._rotations[kind] = (rotation, rotation.per_head())
         return self._rotations[kind]
 

@@ -21,6 +21,7 @@ from model.cache.draft import DraftWindow
 from model.config import PolicyConfig
 from model.layers.attend import as_bias, attend
 from model.layers.attention import Attention
+from model.layers.exact import fill
 from model.layers.hyper_connections import HyperConnection, collapse, mix
 from model.layers.linear import Linear
 from model.layers.moe import MixtureOfExperts, Routing
@@ -158,13 +159,14 @@ class Drafter(nn.ModuleList):
 
     def window_keys(self, features: Tensor, positions: Tensor, fake_quant: bool) -> Tensor:
         """Backbone features [T, 3 d] at `positions` [T] to each block's window keys [blocks, T, c]."""
-        head = self.blocks[0]
+        head, count = self.blocks[0], features.shape[0]
+        features, positions = fill(features), fill(positions)
         main = head.main_norm(head.main_proj(features))
         keys = [
             block.attn.window_keys(main, Rotation.at(positions, block.attn.frequencies), fake_quant)
             for block in self.blocks
         ]
-        return torch.stack(keys)
+        return torch.stack(keys)[:, :count]
 
     def observe(
         self,
@@ -247,6 +249,8 @@ class Drafter(nn.ModuleList):
         """Propose what follows `anchor` [B], the token drawn last in each of `rows` [B] (None: all)."""
         if rows is None:
             rows = torch.arange(anchor.shape[0], device=anchor.device)
+        count = anchor.shape[0]
+        rows, anchor = fill(rows), fill(anchor)
         keys, blocked = window.gather(rows), window.blocked(rows)
         states = self.hidden(policy, keys, blocked, anchor, window.next[rows], trace)
         base = self.base_logits(policy, states.hidden)
@@ -255,9 +259,10 @@ class Drafter(nn.ModuleList):
             bias, sure = self.given(states.hidden[:, slot], previous)
             logits.append(base[:, slot] + bias)
             confidence.append(sure)
-            previous = choose(logits[-1], slot)
-            tokens.append(previous)
-        return Draft(torch.stack(tokens, 1), torch.stack(logits, 1), torch.stack(confidence, 1))
+            tokens.append(choose(logits[-1][:count], slot))
+            previous = fill(tokens[-1])
+        every = (torch.stack(columns, 1)[:count] for columns in (tokens, logits, confidence))
+        return Draft(*every)
 
     def base_logits(self, policy: Policy, hidden: Tensor) -> Tensor:
         """[..., d] of the last block to float32 [..., V], by the policy's head without a gradient to it."""

@@ -17,12 +17,14 @@ from model.balance import BALANCE_SPEED, balance_loss, expert_load, move_bias
 from model.batch import Batch, NewTokens, PackedTokens, Trace
 from model.cache.policy_cache import PolicyCache, Storage
 from model.cache.progress import Span
+from model.choices import FREE, Capture, Choices
 from model.config import AttentionMode, PolicyConfig, VisionConfig
 from model.dspark import Drafter
 from model.initialization import initialize
 from model.layers.attention import Globals, RunOptions
 from model.layers.block import Block
 from model.layers.engram_hash import DEAD, EngramHash, look_back
+from model.layers.exact import fill, in_own_mode, matmul
 from model.layers.hyper_connections import collapse
 from model.layers.indexer_loss import Supervision, Variant
 from model.layers.moe import Routing
@@ -60,12 +62,19 @@ class PolicyOutput:
 
 
 class Policy(nn.Module):
-    """The network. `fake_quant` rounds keys as the caches store them, with straight-through gradients."""
+    """The network.
+
+    Attributes:
+        fake_quant: round keys as the caches store them, with straight-through gradients.
+        exact: make a token's result the same bits whatever is computed beside it, in training and from a
+            cache alike; slower.
+    """
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__()
         self.config = config
         self.fake_quant = False
+        self.exact = False
         self.dense_limit = _DENSE_LIMIT
         dtype = getattr(torch, config.dtype)
         self.embed = nn.Module()
@@ -109,12 +118,14 @@ class Policy(nn.Module):
         """Fill all weights from `seed`."""
         initialize(self, seed)
 
+    @in_own_mode
     def forward(
         self,
         tokens: PackedTokens,
         *,
         indexer_loss: bool | Variant = False,
         features: bool = False,
+        capture: Capture | None = None,
         trace: Trace | None = None,
     ) -> PolicyOutput:
         """Run documents for training; nothing is seen across a document's start.
@@ -124,10 +135,15 @@ class Policy(nn.Module):
             indexer_loss: also compute the indexers' training loss, over each token's own selection (True or
                 "sparse") or over everything selectable ("dense").
             features: also return what the drafter reads.
+            capture: where to keep what was chosen.
             trace: where to keep intermediate results.
+
+        Raises:
+            ValueError: `tokens.choices` were recorded over other tokens or with another configuration.
         """
         batch = Batch.of_documents(tokens, self.config.sliding_window, trace)
         batch.keep_features = features
+        batch.replay(self._checked(tokens.choices, batch), capture)
         supervision = None
         if indexer_loss:
             supervision = Supervision("sparse" if indexer_loss is True else indexer_loss)
@@ -136,7 +152,7 @@ class Policy(nn.Module):
         rows = self._document_engram(tokens.token_ids, batch)
         embedded = self._embed(tokens.token_ids, tokens.images)
         streams, weights, routings = self._run(embedded, batch, rows, None, options)
-        hidden = self.norm(collapse(weights, streams))
+        hidden = self.norm(collapse(weights, streams))[: batch.total]
         image, experts = batch.image, self.config.n_routed_experts
         aux = PolicyAux(
             expert_load=expert_load(routings, experts, None if image is None else ~image),
@@ -152,14 +168,15 @@ class Policy(nn.Module):
             raise ValueError("this policy has no image tower: its configuration lacks vision_config")
         return self.aligner(self.vision(patches, grid), grid)
 
+    @in_own_mode
     def logits(self, hidden: Tensor, *, frozen: bool = False) -> Tensor:
         """[..., d] to float32 [..., V]; `frozen` sends no gradient to the head's weight."""
         weight: Tensor = self.head.weight  # pyright: ignore[reportAssignmentType]
         if frozen:
             weight = weight.detach()
         if hidden.dtype is torch.bfloat16:
-            return F.linear(hidden.float(), weight.float())
-        return F.linear(hidden, weight)
+            return matmul(hidden.float(), weight.float())
+        return matmul(hidden, weight)
 
     def new_cache(
         self, max_sequences: int, max_tokens: int, *, storage: Storage = "dense", pages: int | None = None
@@ -188,6 +205,7 @@ class Policy(nn.Module):
         self._pad_id()
         return self._compressed(token_ids, image)[-(self.config.engram_max_ngram_size - 1) :]
 
+    @in_own_mode
     def extend(
         self,
         cache: PolicyCache,
@@ -199,6 +217,8 @@ class Policy(nn.Module):
         replayed: Tensor | None = None,
         images: ImageTokens | None = None,
         new: NewTokens | None = None,
+        choices: Choices | None = None,
+        capture: Capture | None = None,
         trace: Trace | None = None,
     ) -> Tensor:
         """Append tokens to cached sequences: a prefill, a tool's answer or one decoded token each.
@@ -216,6 +236,8 @@ class Policy(nn.Module):
                 known to the cache: this only checks that both agree.
             images: the images among the new tokens, with types [B, L].
             new: where to put what is known of every new token, not of the last one alone.
+            choices: what to choose for the new tokens, packed row after row.
+            capture: where to keep what was chosen for them.
             trace: where to keep intermediate results.
 
         Returns:
@@ -241,6 +263,7 @@ class Policy(nn.Module):
         self._check_spans(spans, None if replayed is None else replayed.tolist())
         batch = Batch.of_cached(cache, slots, spans, self.config.sliding_window, trace)
         batch.keep_features = new is not None and self.mtp is not None
+        batch.replay(self._checked(choices, batch), capture)
         row = batch.rows[0]
         packed = row.unpad(token_ids[:, : row.length])
         options = RunOptions(self.fake_quant, self.dense_limit)
@@ -255,13 +278,12 @@ class Policy(nn.Module):
             new.counts = torch.tensor([span.decoded for span in spans], device=slots.device)
         if batch.decoder is None:
             return streams.new_zeros(len(slot_list), self.config.hidden_size)
-        last = batch.decoder.rows[0].last
-        if new is None:
-            hidden = self.norm(collapse(weights[last], streams[last]))
-        else:
-            decoded = self.norm(collapse(weights, streams))
-            new.hidden, new.features = decoded, batch.features
-            hidden = decoded[last]
+        rows = batch.decoder.rows[0]
+        last = fill(rows.last)
+        if new is not None:
+            new.hidden = self.norm(collapse(weights, streams))[: batch.decoder.total]
+            new.features = batch.features
+        hidden = self.norm(collapse(weights[last], streams[last]))[: rows.count]
         if batch.decoder_rows is None:
             return hidden
         every = hidden.new_zeros(len(slot_list), self.config.hidden_size)
@@ -278,6 +300,21 @@ class Policy(nn.Module):
                 f"of the new tokens {counted} are counted in the cache already, not {replayed}: begin at the "
                 "position the slot was adopted to resume from, and leave out `replayed` or count from there"
             )
+
+    def _checked(self, choices: Choices | None, batch: Batch) -> Choices | None:
+        if choices is not None:
+            experts, chosen = self.config.n_routed_experts, self.config.num_experts_per_tok
+            choices.check(batch.total, len(self.layers), experts, chosen)
+        return choices
+
+    def _complete(self, capture: Capture, chosen: list[Tensor]) -> None:
+        """Put together what the layers chose; those that no token ran through chose nothing."""
+        skipped = len(self.layers) - len(chosen)
+        capture.expert_ids = torch.stack(chosen + [torch.full_like(chosen[0], FREE)] * skipped, dim=1)
+        if capture.selections_too:
+            nothing = chosen[0].new_full((chosen[0].shape[0], self.config.index_topk), FREE)
+            missing = self.config.index_source_layer_ids
+            capture.selections = {layer: capture.selections.get(layer, nothing) for layer in missing}
 
     def update_balance(
         self, load: Tensor, image_load: Tensor | None = None, speed: float = BALANCE_SPEED
@@ -298,12 +335,14 @@ class Policy(nn.Module):
         options: RunOptions,
     ) -> tuple[Tensor, Tensor, list[Routing]]:
         n = self.config.hc_mult
+        embedded, rows = fill(embedded), None if rows is None else fill(rows)
         streams = embedded.unsqueeze(1).expand(-1, n, -1).contiguous()
         weights = torch.zeros(embedded.shape[0], n, device=streams.device)
         weights[:, 0] = 1.0
         shared = [Globals() for _ in batch.rows]
         keys: dict[int, list[Globals]] = {}
         routings: list[Routing] = []
+        chosen, capture = [], batch.capture
         features: list[Tensor] = []
         whole, wanted = batch, batch.keep_features or batch.trace is not None
         for block in self.blocks:
@@ -324,9 +363,13 @@ class Policy(nn.Module):
             elif block.attn.mode is AttentionMode.FULL:
                 shared = block.attn.add_keys(x, batch, cache, options)
             streams, weights, shared, routing = block(streams, x, batch, shared, cache, options)
-            routings.append(routing)
+            routings.append(routing.first(batch.total))
+            if batch.capture is not None:
+                chosen.append(batch.among_all(routing.expert_ids))
+        if capture is not None:
+            self._complete(capture, chosen)
         if features:
-            whole.features = torch.cat(features, dim=-1)
+            whole.features = torch.cat(features, dim=-1)[: batch.total]
             whole.record("main_hidden", whole.features)
         return streams, weights, routings
 
@@ -410,4 +453,5 @@ def _of_decoder(tokens: Tensor | None, *columns: Tensor | None) -> list[Tensor |
     """The decoder's tokens of each of `columns` [T, ...]; None stands for all."""
     if tokens is None:
         return list(columns)
+    tokens = fill(tokens)
     return [None if column is None else column.index_select(0, tokens) for column in columns]

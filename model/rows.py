@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from model.layers.attend import as_bias
+from model.layers.exact import fill
 from model.layers.rope import Rotation
 
 
@@ -131,7 +132,7 @@ class Rows:
     def pad(self, x: Tensor) -> Tensor:
         """[T, ...] packed to [B, L, ...]."""
         if self.is_view:
-            return x.unflatten(0, (self.count, self.length))
+            return x[: self.count * self.length].unflatten(0, (self.count, self.length))
         return x.index_select(0, self.padded.flatten()).unflatten(0, (self.count, self.length))
 
     def unpad(self, x: Tensor) -> Tensor:
@@ -207,9 +208,9 @@ class Rows:
         return self._groups[ratio]
 
     def group_rotation(self, ratio: int, frequencies: Tensor) -> Rotation:
-        """[B, G, r / 2] rotation of each group, at its first token."""
+        """[B * G, r / 2] rotation of each group, at its first token."""
         if ratio not in self._rotations:
-            self._rotations[ratio] = Rotation.at(self.groups(ratio).positions, frequencies)
+            self._rotations[ratio] = Rotation.at(fill(self.groups(ratio).positions.flatten()), frequencies)
         return self._rotations[ratio]
 
     def _plan(self, ratio: int) -> GroupPlan:

@@ -20,6 +20,7 @@ from model.dspark import Draft
 from model.engine.acceptance import Attempt, Rule
 from model.engine.rows import Drawn, Rows
 from model.engine.verification import Costs, admit, choose_budget, profile
+from model.layers.exact import exact_mode
 
 if TYPE_CHECKING:
     from model.cache.policy_cache import PolicyCache
@@ -117,6 +118,10 @@ class Speculator:
 
     def extend(self, cache: Cache, slots: Tensor, token_ids: Tensor, lengths: Tensor) -> Tensor:
         """`Policy.extend`, after which the drafter knows the new tokens too."""
+        with exact_mode(self._policy.exact):
+            return self._extend(cache, slots, token_ids, lengths)
+
+    def _extend(self, cache: Cache, slots: Tensor, token_ids: Tensor, lengths: Tensor) -> Tensor:
         assert cache is self._cache
         new, cache = NewTokens(), self._cache
         hidden = self._policy.extend(cache, slots, token_ids, lengths, new=new)
@@ -130,6 +135,10 @@ class Speculator:
 
     def step(self, table: Rows, rows: np.ndarray) -> Drawn:
         """Draws one or more tokens for each of `rows`; `table` learns what the cache holds afterwards."""
+        with exact_mode(self._policy.exact):
+            return self._step(table, rows)
+
+    def _step(self, table: Rows, rows: np.ndarray) -> Drawn:
         self._steps += 1
         slots, starts = table.slot[rows], table.length[rows]
         columns, room = table.sampling.take(rows), table.limit[rows] - starts

@@ -17,9 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 from model.batch import Batch, Trace
 from model.cache.main_kv import KeySource, TensorKeys
+from model.choices import Capture
 from model.config import AttentionMode, PolicyConfig
 from model.layers.attend import as_bias, attend
 from model.layers.compressor import Compressor
+from model.layers.exact import fill, is_exact, matmul
 from model.layers.indexer import CandidateRule, Choice, Indexer, IndexQueries, select
 from model.layers.indexer_loss import Supervision, Teacher, indexer_loss
 from model.layers.linear import Linear, widen
@@ -111,12 +113,15 @@ class Attention(nn.Module):
             if asked is not None:
                 asked_rows = IndexQueries(rows.pad(asked.heads), rows.pad(asked.weights))
                 known = self._choose(asked_rows, rows, known, batch.trace)
+                known = self._forced(known, batch.forced_selection(self.layer, rows))
                 if options.supervision is not None:
                     self._supervise(options.supervision, asked_rows, row_query, row_window, rows, known)
             handed_on.append(known)
             outputs.append(rows.unpad(self._attend(rows, row_query, row_window, known, options)))
         if cache is not None:
             cache.windows.append(self.layer, batch.rows[0], window)
+        if asked is not None and batch.capture is not None and batch.capture.selections_too:
+            self._capture(batch, batch.capture, handed_on)
         return self.output(batch.merge(outputs), per_head), handed_on
 
     def add_keys(
@@ -175,17 +180,22 @@ class Attention(nn.Module):
         pending = None if cache is None else cache.pending.get(self.layer)
         latent = self.compressor.pool(projected, rows, plan, pending, self.wkv.weight.dtype)
         rotation = rows.group_rotation(self.ratio, self.frequencies)
-        exact = rotate(latent, rotation)
-        main = straight_through(exact, round_main) if options.fake_quant else exact
+        groups, flat = latent.shape[:2], fill(latent.flatten(0, 1))
+
+        def shaped(x: Tensor) -> Tensor:
+            return x[: groups.numel()].unflatten(0, groups)
+
+        unrounded = shaped(rotate(flat, rotation))
+        main = straight_through(unrounded, round_main) if options.fake_quant else unrounded
         with torch.set_grad_enabled(options.supervision is not None and torch.is_grad_enabled()):
-            index_keys = self.indexer.keys(latent.detach(), rotation, options.fake_quant)
+            index_keys = shaped(self.indexer.keys(flat.detach(), rotation, options.fake_quant))
         if trace is not None:
             names = {"latent": latent, "main_kv": main, "index_k": index_keys}
             for name, value in names.items():
                 trace.record(f"layers.{self.layer}.{name}", value)
         if cache is None or rows.target is None:
             return Globals(TensorKeys(main), TensorKeys(index_keys))
-        cache.main[self.layer].append(plan, exact, main)
+        cache.main[self.layer].append(plan, unrounded, main)
         cache.index_keys[self.layer].append(plan, index_keys, index_keys)
         return self.read_keys(rows, cache)
 
@@ -201,6 +211,18 @@ class Attention(nn.Module):
             self._record_choice(trace, choice, candidates)
         kept = candidates if self.restricted else choice.candidates
         return replace(known, selection=choice.selection, candidates=kept)
+
+    def _forced(self, known: Globals, index: Tensor | None) -> Globals:
+        """`known` with the selection that replay forces."""
+        assert known.selection is not None
+        return replace(known, selection=known.selection.forced(index, self.top_k))
+
+    def _capture(self, batch: Batch, capture: Capture, handed_on: list[Globals]) -> None:
+        listed = []
+        for rows, known in zip(batch.rows, handed_on, strict=True):
+            assert known.selection is not None
+            listed.append(rows.unpad(known.selection.sorted_index(self.top_k)))
+        capture.selections[self.layer] = batch.among_all(batch.merge(listed))
 
     def _record_choice(self, trace: Trace, choice: Choice, candidates: Tensor | None) -> None:
         name = f"layers.{self.layer}."
@@ -241,7 +263,7 @@ class Attention(nn.Module):
         """Attention of [B, L, H, c] over the window and the selection."""
         selection = known.selection if self.ratio else None
         width = 0 if selection is None else selection.width
-        if window.shape[1] + width > options.dense_limit:
+        if is_exact() or window.shape[1] + width > options.dense_limit:
             return self._attend_gathered(rows, query, window, known, selection)
         if selection is None or known.main is None:
             return attend(query, window, rows.window_bias(self.score_dtype), self.attn_sink)
@@ -252,13 +274,16 @@ class Attention(nn.Module):
         self, rows: Rows, query: Tensor, window: Tensor, known: Globals, selection: Selection | None
     ) -> Tensor:
         """The same for long rows: each token's own keys are gathered, a chunk of tokens at a time."""
-        window_keys = TensorKeys(window)
+        window_keys, chosen = TensorKeys(window), None
+        if selection is not None:
+            # In exact mode a token's keys stand in one order and one number, whatever the others selected.
+            chosen = selection.sorted_index(self.top_k) if is_exact() else selection
 
         def chunk(begin: int, end: int, query: Tensor) -> Tensor:
             index = rows.window_index(begin, end)
             keys = window_keys.take(index)
-            if selection is not None and known.main is not None:
-                listed = selection.listed(begin, end)
+            if chosen is not None and known.main is not None:
+                listed = chosen[:, begin:end] if isinstance(chosen, Tensor) else chosen.listed(begin, end)
                 keys = torch.cat([keys, known.main.take(listed)], dim=2)
                 index = torch.cat([index, listed], dim=2)
             one_row_a_token = query.flatten(0, 1).unsqueeze(1)
@@ -266,8 +291,8 @@ class Attention(nn.Module):
             output = attend(one_row_a_token, keys.flatten(0, 1), bias, self.attn_sink)
             return output.unflatten(0, (rows.count, -1)).squeeze(2)
 
-        chosen = 0 if selection is None else self.top_k
-        step = max(1, _CHUNK_ELEMENTS // (rows.count * (rows.window + chosen) * self.width))
+        width = rows.window + (0 if selection is None else self.top_k)
+        step = max(1, _CHUNK_ELEMENTS // (rows.count * width * self.width))
         parts = []
         for begin in range(0, rows.length, step):
             end = min(begin + step, rows.length)
@@ -293,6 +318,10 @@ class Attention(nn.Module):
         """Heads [T, H, c], turned back and projected by group, to [T, d]."""
         output = rotate(output, per_head.inverse())
         grouped = output.flatten(1).unflatten(1, (self.groups, -1)).transpose(0, 1)
-        weight = self.wo_a.weight.unflatten(0, (self.groups, -1)).transpose(1, 2)
-        narrow = torch.bmm(widen(grouped), widen(weight)).to(output.dtype)
+        weight = self.wo_a.weight.unflatten(0, (self.groups, -1))
+        if is_exact():
+            products = [matmul(x, w) for x, w in zip(widen(grouped), widen(weight), strict=True)]
+            narrow = torch.stack(products).to(output.dtype)
+        else:
+            narrow = torch.bmm(widen(grouped), widen(weight).transpose(1, 2)).to(output.dtype)
         return self.wo_b(narrow.transpose(0, 1).flatten(1))

@@ -41,7 +41,8 @@ class Block(nn.Module):
         """Streams [T, n, d] with this layer's n-gram memory added, from table `rows` [T, layers, columns]."""
         if self.engram is None or rows is None:
             return streams
-        text = None if batch.image is None else ~batch.image
+        image = batch.image_rows
+        text = None if image is None else ~image
         streams = self.engram(streams, rows[:, self.engram_column], text)
         batch.record(f"layers.{self.layer}.engram_out", streams)
         return streams
@@ -78,7 +79,9 @@ class Block(nn.Module):
         batch.record(name + "attn_out", update)
         streams = mix(carry, streams, write, update)
         weights, write, carry = self.hc_ffn(streams)
-        update, routing = self.ffn(self.ffn_norm(collapse(next_weights, streams)), batch.image)
+        update, routing = self.ffn(
+            self.ffn_norm(collapse(next_weights, streams)), batch.image_rows, batch.forced_experts(self.layer)
+        )
         batch.record(name + "ffn_out", update)
         streams = mix(carry, streams, write, update)
         if batch.trace is not None:
@@ -86,5 +89,5 @@ class Block(nn.Module):
             batch.record(name + "next_A", weights)
             batch.record(name + "router_ids", routing.expert_ids)
             batch.record(name + "router_weights", routing.weights)
-            batch.record(name + "router_scores", routing.affinity + self.ffn.gate.bias_of(batch.image))
+            batch.record(name + "router_scores", routing.affinity + self.ffn.gate.bias_of(batch.image_rows))
         return streams, weights, shared, routing

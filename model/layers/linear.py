@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from model.layers.exact import matmul
 from model.quant.blocks import round_window, straight_through
 
 
@@ -24,9 +24,9 @@ def widen(x: Tensor) -> Tensor:
 def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
     """`x` times `weight` with all bits: float32 for bfloat16 inputs, otherwise the dtype of `x`."""
     if x.dtype is not torch.bfloat16:
-        return F.linear(x, weight.to(x.dtype))
+        return matmul(x, weight.to(x.dtype))
     wide = widen(x)
-    return F.linear(wide, weight.to(wide.dtype)).float()
+    return matmul(wide, weight.to(wide.dtype)).float()
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:

@@ -63,8 +63,9 @@ class Trainer:
     def logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """Log-probabilities under the present weights, float32 [n] each, 0 where the token is not trained.
 
-        They follow the sampler's definition: log softmax(logits / temperature), nothing truncated, and keys
-        are rounded when the trainer rounds them.
+        They follow the sampler's definition: log softmax(logits / temperature), renormalised over a sample's
+        sampling mask and with its choices where it has them, and keys are rounded when the trainer rounds
+        them. With `policy.exact` they equal an exact sampler's to the last bit.
         """
         out: list[np.ndarray] = [np.zeros(0, dtype=np.float32)] * len(samples)
         self.policy.fake_quant = self.fake_quant

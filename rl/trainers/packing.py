@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from model.choices import Choices, SamplingMask
 from rl.trainers.data import Sample
 
 
@@ -26,6 +27,8 @@ class MicroBatch:
         versions: int64 [T].
         segment_ids: int64 [T], which of the N samples a token belongs to.
         indices: which samples of the batch these are, [N].
+        choices: what to choose for the T tokens; None: all is free.
+        sampling_mask: what the T tokens could have been; None: anything.
     """
 
     token_ids: Tensor
@@ -36,6 +39,8 @@ class MicroBatch:
     versions: Tensor
     segment_ids: Tensor
     indices: tuple[int, ...]
+    choices: Choices | None = None
+    sampling_mask: SamplingMask | None = None
 
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -96,6 +101,13 @@ def _collate(samples: Sequence[Sample], indices: tuple[int, ...], device: torch.
         joined = np.concatenate([getattr(sample, name) for sample in samples])
         return torch.from_numpy(joined).to(device=device, dtype=dtype)
 
+    choices = Choices.join([sample.choices for sample in samples], lengths.tolist())
+    masks = [sample.sampling_mask for sample in samples]
+    mask = None
+    if any(m is not None for m in masks):
+        mask = SamplingMask.join(
+            [SamplingMask.none(len(s)) if m is None else m for m, s in zip(masks, samples, strict=True)]
+        )
     return MicroBatch(
         token_ids=column("token_ids", torch.int64),
         cu_seqlens=torch.from_numpy(np.concatenate([[0], lengths.cumsum()])).to(device),
@@ -105,4 +117,6 @@ def _collate(samples: Sequence[Sample], indices: tuple[int, ...], device: torch.
         versions=column("policy_version", torch.int64),
         segment_ids=torch.from_numpy(np.repeat(np.arange(len(samples)), lengths)).to(device),
         indices=indices,
+        choices=None if choices is None else choices.to(device),
+        sampling_mask=None if mask is None else mask.to(device),
     )

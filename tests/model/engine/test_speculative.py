@@ -22,10 +22,16 @@ ALL = [*FIXED, Speculation(rule="rejection"), Speculation(rule="coupled")]
 
 
 @pytest.fixture(scope="module")
-def policy():
+def shared():
     made = Policy(PolicyConfig.preset("nano_draft"))
     made.reset_parameters(4)
     return made
+
+
+@pytest.fixture
+def policy(shared):
+    shared.exact = shared.fake_quant = False
+    return shared
 
 
 def requests(count, temperature, **shape):
@@ -77,14 +83,12 @@ def test_greedy_tokens_are_the_same(policy, speculate):
 
 @pytest.mark.parametrize(("length", "shape"), [(1, {}), (5, {"top_k": 3}), (5, {"top_p": 0.7}), (None, {})])
 def test_coupled_draws_give_the_tokens_of_plain_decoding(policy, length, shape):
-    policy.fake_quant = False
     plain, _ = run(policy, None, requests(7, 0.9, **shape))
     drafted, _ = run(policy, Speculation(rule="coupled", length=length), requests(7, 0.9, **shape))
     same(drafted, plain)
 
 
 def test_stops_and_budgets_end_turns_in_the_middle_of_a_draft(policy):
-    policy.fake_quant = False
     drafted, engine = run(policy, Speculation(length=5), requests(9, 1.5))
     assert {end.finish for end in drafted} == {Finish.STOP, Finish.LENGTH}
     for number, end in enumerate(drafted):
@@ -96,10 +100,32 @@ def test_stops_and_budgets_end_turns_in_the_middle_of_a_draft(policy):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_results_do_not_depend_on_the_batch(policy, rule):
-    policy.fake_quant, speculate = False, Speculation(rule=rule, length=3)
+    speculate = Speculation(rule=rule, length=3)
     together, _ = run(policy, speculate, requests(6, 1.0))
     alone = [run(policy, speculate, [request], 1)[0][0] for request in requests(6, 1.0)]
     same(alone, together)
+
+
+@pytest.fixture
+def exact(policy):
+    policy.exact = policy.fake_quant = True
+    return policy
+
+
+def bits(ends):
+    return [(end.turn.token_ids.tolist(), end.turn.logprobs.tobytes()) for end in ends]
+
+
+def test_in_exact_mode_coupled_draws_give_the_bits_of_plain_decoding(exact):
+    plain, _ = run(exact, None, requests(4, 0.8))
+    drafted, engine = run(exact, Speculation(rule="coupled", length=5), requests(4, 0.8))
+    assert bits(drafted) == bits(plain) and engine.speculator.counters.accepted > 0
+
+
+def test_in_exact_mode_no_bit_depends_on_the_batch(exact):
+    together, _ = run(exact, Speculation(length=4), requests(4, 0.8))
+    alone = [run(exact, Speculation(length=4), [request], 1)[0][0] for request in requests(4, 0.8)]
+    assert bits(alone) == bits(together)
 
 
 def test_a_session_goes_on_from_what_drafts_left_in_the_cache(policy):
@@ -122,7 +148,6 @@ def test_a_session_goes_on_from_what_drafts_left_in_the_cache(policy):
 
 def test_shared_prompts_share_the_window(policy):
     """Samples of one prompt are forks: their drafts are those of a prompt computed alone."""
-    policy.fake_quant = False
     params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=8) for seed in range(4)]
     prompt = list(range(10, 40))
     wanted = [Request(f"s{i}", prompt, p) for i, p in enumerate(params)]
@@ -134,7 +159,6 @@ def test_shared_prompts_share_the_window(policy):
 
 @pytest.mark.parametrize("caches", ["keep", "recompute"])
 def test_weights_change_in_the_middle(policy, caches):
-    policy.fake_quant = False
     engine = Engine(policy, max_requests=4, max_tokens=128, speculate=Speculation(length=5))
     ids = [engine.submit(request) for request in requests(4, 1.0)]
     ends = engine.step().finished
