@@ -66,7 +66,7 @@ async def open_generator(
     """Opens the rollout process: engine, token log, a connection to the fleet, and a worker."""
     use_threads(config.launcher.generator_threads)
     net, chat, env = policy(config), chat_format(config), environment(config)
-    net.fake_quant = config.trainer.fake_quant
+    net.fake_quant, net.exact = config.trainer.fake_quant, config.model.exact
     rollout = config.rollout
     log = TokenLog(
         token_log, flush_ms=rollout.flush_ms, fsync=rollout.fsync, segment_bytes=rollout.segment_bytes
@@ -78,6 +78,9 @@ async def open_generator(
         on_step=log.on_step,
         caches=config.engine.kv_on_update,
         speculate=speculation(config),
+        storage=config.engine.storage,
+        pages=config.engine.pages,
+        replay=config.engine.replay,
     )
     async with AsyncExitStack() as stack:
         sandboxes = None

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.engine.sampler import SamplingColumns, distribution, invert, uniforms
+from model.engine.sampler import Distribution, Sampled, SamplingColumns, distribution, invert, uniforms
 
 Rule = Literal["rejection", "coupled"]
 
@@ -28,19 +28,25 @@ _ATTEMPT_SALT = np.uint64(0x5851F42D4C957F2D)
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What one step gave for R requests; entry i of a row counts up to `accepted`.
+    """What one attempt gave R requests. A place, the number of drafts before it, counts up to `accepted`.
 
-    token_ids int64 [R, K + 1]; logprobs and full_logprobs float32 [R, K + 1], as the plain sampler reports
-    them; accepted int64 [R]; finite bool [R]; `clean` is False when any logits were not finite, even of a
-    draft that was not accepted: the caches then hold what is not a number.
+    token_ids int64 [R, K + 1]; accepted int64 [R]; finite bool [R, K + 1], False where there is no meaningful
+    token; `clean` is False when any logits were not finite, even of a draft that was not accepted: the caches
+    then hold what is not a number.
     """
 
     token_ids: np.ndarray
-    logprobs: np.ndarray
-    full_logprobs: np.ndarray
     accepted: np.ndarray
     finite: np.ndarray
     clean: bool
+    target: Distribution
+    index: np.ndarray
+
+    def place(self, rows: np.ndarray, place: int) -> Sampled:
+        """The tokens of `rows` [n] at a place, as the plain sampler would report them."""
+        like = self.target.full
+        at = _tensor(self.index[rows, place], like)
+        return self.target.report(at, _tensor(self.token_ids[rows, place], like))
 
 
 class Attempt:
@@ -77,11 +83,8 @@ class Attempt:
             accepted, tokens = _coupled(drawn[index], drafts, lengths)
         else:
             accepted, tokens = self._reject(target.sampled, index, drafts, lengths)
-        index = np.minimum(index, (first + accepted)[:, None])
-        own, full = target.logprobs_of(_tensor(index.ravel(), logits), _tensor(tokens.ravel(), logits))
         finite = target.finite.cpu().numpy()
-        own, full = own.reshape(tokens.shape), full.reshape(tokens.shape)
-        return Verified(tokens, own, full, accepted, finite[index].min(axis=1), bool(finite.all()))
+        return Verified(tokens, accepted, finite[index], bool(finite.all()), target, index)
 
     def _reject(
         self, target: Tensor, index: np.ndarray, drafts: np.ndarray, lengths: np.ndarray

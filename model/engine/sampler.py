@@ -158,17 +158,20 @@ class Distribution:
         reported: float32 [B, V], the same, but of a greedy row under temperature 1.
         full: float32 [B, V], tempered without truncation.
         finite: bool [B].
+        allowed: bool [B, V], what top-k and top-p left; None when no row is truncated.
     """
 
     sampled: Tensor
     reported: Tensor
     full: Tensor
     finite: Tensor
+    allowed: Tensor | None
 
-    def logprobs_of(self, rows: Tensor, tokens: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """The two log-probabilities [n] that `sample` reports for drawing `tokens` [n] in `rows` [n]."""
-        packed = torch.stack((self.reported[rows, tokens], self.full[rows, tokens])).cpu().numpy()
-        return packed[0], packed[1]
+    def report(self, rows: Tensor, tokens: Tensor) -> Sampled:
+        """What `sample` says when it draws `tokens` [n] in `rows` [n]."""
+        own, full = torch.stack((self.reported[rows, tokens], self.full[rows, tokens])).cpu().numpy()
+        kept = None if self.allowed is None else SamplingMask.of_allowed(self.allowed[rows].cpu())
+        return Sampled(tokens.cpu().numpy(), own, full, self.finite[rows].cpu().numpy(), kept)
 
 
 def distribution(logits: Tensor, columns: SamplingColumns) -> Distribution:
@@ -183,7 +186,7 @@ def distribution(logits: Tensor, columns: SamplingColumns) -> Distribution:
         certain = torch.full_like(logits, -torch.inf).scatter_(1, logits.argmax(1, keepdim=True), 0.0)
         mask = torch.from_numpy(greedy).to(logits.device)
         sampled = torch.where(mask[:, None], certain, sampled)
-    return Distribution(sampled, reported, full, full.amax(dim=1).isfinite())
+    return Distribution(sampled, reported, full, full.amax(dim=1).isfinite(), allowed)
 
 
 def invert(logprobs: Tensor, draws: Tensor) -> Tensor:

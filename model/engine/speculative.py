@@ -9,22 +9,23 @@ present ones, since a slot's chance to survive is known before the slot's token 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from model.batch import NewTokens
+from model.choices import Capture
 from model.dspark import Draft
 from model.engine.acceptance import Attempt, Rule
-from model.engine.rows import Drawn, Rows
+from model.engine.rows import Rows
+from model.engine.sampler import Sampled
 from model.engine.verification import Costs, admit, choose_budget, profile
 from model.layers.exact import exact_mode
 
 if TYPE_CHECKING:
     from model.cache.policy_cache import PolicyCache
-    from model.engine.scheduler import Cache
     from model.policy import Policy
 
 _PROBE_STEPS = 64
@@ -77,6 +78,15 @@ class SpeculationCounters:
         self.accepted += accepted
 
 
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A token drawn for each of `rows` int64 [n], of whose caches `advance` more tokens are computed."""
+
+    rows: np.ndarray
+    drawn: Sampled
+    advance: int = 0
+
+
 class Speculator:
     """Drafts and checks for the sequences of one cache.
 
@@ -105,62 +115,84 @@ class Speculator:
         self.attach(cache)
 
     @classmethod
-    def open(cls, policy: Policy, cache: PolicyCache, options: Speculation, requests: int) -> Speculator:
+    def open(cls, policy: Any, cache: Any, options: Speculation, requests: int) -> Speculator:
         """One for up to `requests` sequences at a time; measures costs where `options` ask for it."""
-        measured = policy.mtp is not None and options.length is None
-        return cls(policy, cache, options, profile(policy, cache, requests) if measured else None)
+        costs = None
+        if policy.config.num_nextn_predict_layers and options.length is None:
+            with torch.inference_mode():
+                costs = profile(policy, cache, requests)
+        return cls(policy, cache, options, costs)
 
-    def attach(self, cache: PolicyCache) -> None:
+    def attach(self, cache: Any) -> None:
         """Goes over to an empty cache."""
-        assert cache.draft is not None
-        self._cache, self._window = cache, cache.draft
-        self._survival = np.ones((cache.max_sequences, self.slots))
+        self._cache: PolicyCache = cache
+        assert self._cache.draft is not None
+        self._window = self._cache.draft
+        self._survival = np.ones((self._cache.max_sequences, self.slots))
 
-    def extend(self, cache: Cache, slots: Tensor, token_ids: Tensor, lengths: Tensor) -> Tensor:
+    def extend(self, cache: Any, slots: Tensor, token_ids: Tensor, lengths: Tensor, **options: Any) -> Tensor:
         """`Policy.extend`, after which the drafter knows the new tokens too."""
-        with exact_mode(self._policy.exact):
-            return self._extend(cache, slots, token_ids, lengths)
-
-    def _extend(self, cache: Cache, slots: Tensor, token_ids: Tensor, lengths: Tensor) -> Tensor:
         assert cache is self._cache
-        new, cache = NewTokens(), self._cache
-        hidden = self._policy.extend(cache, slots, token_ids, lengths, new=new)
+        new = NewTokens()
+        hidden = self._policy.extend(cache, slots, token_ids, lengths, new=new, **options)
         assert new.counts is not None
         if new.hidden is not None:
-            ends = torch.tensor([cache.length(slot) for slot in slots.tolist()], device=slots.device)
-            self._window.begin(slots, ends - new.counts)
-            self._observe(slots, new, new.counts.cumsum(0) - new.counts, new.counts)
+            ends = [self._cache.decoded(slot) for slot in slots.tolist()]
+            self._window.begin(slots, torch.tensor(ends, device=slots.device) - new.counts)
+            with exact_mode(self._policy.exact):
+                self._observe(slots, new, new.counts.cumsum(0) - new.counts, new.counts)
         self._survival[slots.cpu().numpy()] = 1.0
         return hidden
 
-    def step(self, table: Rows, rows: np.ndarray) -> Drawn:
-        """Draws one or more tokens for each of `rows`; `table` learns what the cache holds afterwards."""
-        with exact_mode(self._policy.exact):
-            return self._step(table, rows)
+    def step(self, table: Rows, rows: np.ndarray, most: int, capture: bool) -> tuple[list[Drawn], bool]:
+        """Draws one or more tokens for each of `rows`.
 
-    def _step(self, table: Rows, rows: np.ndarray) -> Drawn:
+        Args:
+            table: the sequences; their experts are noted when `capture` says so, all else is the caller's.
+            rows: int64 [n], which of them.
+            most: drafts a row that there is room for in the caches.
+            capture: whether experts are captured.
+
+        Returns:
+            The tokens, first those of all rows, then the second ones and so on; and False where the caches
+            may hold what is not a number.
+        """
+        with exact_mode(self._policy.exact):
+            return self._step(table, rows, most, capture)
+
+    def _step(self, table: Rows, rows: np.ndarray, most: int, capture: bool) -> tuple[list[Drawn], bool]:
         self._steps += 1
         slots, starts = table.slot[rows], table.length[rows]
-        columns, room = table.sampling.take(rows), table.limit[rows] - starts
-        anchors = table.token_ids[rows, starts - 1].astype(np.int64)
-        attempt = Attempt(self.slots, starts, columns, self._options.rule)
+        room = np.minimum(table.limit[rows] - starts, most + 1)
+        anchors, on_device = table.token_ids[rows, starts - 1].astype(np.int64), self._to_device(slots)
+        attempt = Attempt(self.slots, starts, table.sampling.take(rows), self._options.rule)
+        self._window.begin(on_device, self._to_device(starts - 1))
         drafts, lengths = self._draft(attempt, slots, anchors, room)
-        new, counts = NewTokens(), lengths + 1
-        ids = np.concatenate((anchors[:, None], drafts), axis=1)
-        on_device = self._to_device(slots)
-        self._policy.extend(self._cache, on_device, self._to_device(ids), self._to_device(counts), new=new)
+        new, chosen, counts = NewTokens(), Capture() if capture else None, lengths + 1
+        ids = self._to_device(np.concatenate((anchors[:, None], drafts), axis=1))
+        device_counts = self._to_device(counts)
+        self._policy.extend(self._cache, on_device, ids, device_counts, new=new, capture=chosen)
         assert new.hidden is not None
         verified = attempt.verify(self._policy.logits(new.hidden), drafts, lengths)
-        kept = _until_stop(table.is_stop(rows, verified.token_ids), verified.accepted)
+        ends = table.is_stop(rows, verified.token_ids) | ~verified.finite
+        kept = _until(ends, verified.accepted)
         first = np.cumsum(counts) - counts
         self._observe(on_device, new, self._to_device(first), self._to_device(kept + 1))
-        for slot, excess in zip(slots.tolist(), (lengths - kept).tolist(), strict=True):
-            if excess:
-                self._cache.truncate(slot, self._cache.length(slot) - excess)
-        table.cached[rows] += kept + 1
+        self._take_back(slots, lengths - kept)
+        if chosen is not None:
+            assert chosen.expert_ids is not None
+            table.capture(rows, kept + 1, chosen.expert_ids.cpu().numpy()[_first(counts, kept + 1)])
         self.counters.add(len(rows), int(lengths.sum()), int(kept.sum()))
-        logprobs = (verified.logprobs, verified.full_logprobs)
-        return Drawn(rows, verified.token_ids, *logprobs, kept + 1, verified.finite, verified.clean)
+        parts = []
+        for place in range(int(kept.max()) + 1):
+            some = np.flatnonzero(kept >= place)
+            parts.append(Drawn(rows[some], verified.place(some, place), 1))
+        return parts, verified.clean
+
+    def _take_back(self, slots: np.ndarray, excess: np.ndarray) -> None:
+        for slot, count in zip(slots.tolist(), excess.tolist(), strict=True):
+            if count:
+                self._cache.truncate(slot, self._cache.length(slot) - count)
 
     def _observe(self, slots: Tensor, new: NewTokens, first: Tensor, lengths: Tensor) -> None:
         """Writes features of the next `lengths` [B] tokens, which begin at `first` [B] of the packed ones."""
@@ -213,10 +245,16 @@ class Speculator:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._policy.device)
 
 
-def _until_stop(stops: np.ndarray, accepted: np.ndarray) -> np.ndarray:
-    """How many drafts [R] stay when nothing follows the first stop id; `stops` [R, K + 1] marks them."""
-    first = np.where(stops.any(axis=1), stops.argmax(axis=1), stops.shape[1])
+def _until(ends: np.ndarray, accepted: np.ndarray) -> np.ndarray:
+    """How many drafts [R] stay when nothing follows the first place where `ends` [R, K + 1] is set."""
+    first = np.where(ends.any(axis=1), ends.argmax(axis=1), ends.shape[1])
     return np.minimum(accepted, first)
+
+
+def _first(counts: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """Packed indices of the first `kept` [R] of each row's `counts` [R] tokens."""
+    place = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.flatnonzero(place < np.repeat(kept, counts))
 
 
 def _within(survival: np.ndarray, room: np.ndarray) -> np.ndarray:

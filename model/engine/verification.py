@@ -82,6 +82,9 @@ def profile(policy: Policy, cache: PolicyCache, requests: int) -> Costs:
     """
     drafter = policy.mtp
     assert drafter is not None and cache.draft is not None
+    requests = min(requests, cache.free_slots)
+    if cache.pages is not None:
+        requests = min(requests, cache.pages.free_pages)
     slots = [cache.allocate() for _ in range(requests)]
     width = min(policy.config.dspark_block_size + 1, cache.max_tokens)
     drafts: dict[int, float] = {}

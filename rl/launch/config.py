@@ -46,10 +46,16 @@ class Run(Section):
 
 
 class Model(Section):
-    """The policy to start from: a preset's fresh weights, or a checkpoint folder (`path`)."""
+    """The policy to start from: a preset's fresh weights, or a checkpoint folder (`path`).
+
+    Attributes:
+        exact: trainer and sampler compute every token's log-probability to the same last bit, whatever is
+            batched, chunked or interrupted; slower (`benchmarks.exact`).
+    """
 
     preset: str = "nano"
     path: str = ""
+    exact: bool = False
 
 
 class Env(Section):
@@ -82,6 +88,12 @@ class EngineSection(Section):
         speculate: whether the drafter's proposals are checked several tokens at a time, and the rule by which
             they are accepted: `rejection` accepts most, `coupled` gives the very tokens of plain decoding.
         draft_length: drafts checked a step and request; null follows measured costs.
+        storage: of the caches: floats, or packed records on pages (smaller; on a CPU slower, see
+            `benchmarks.engine`; needs trainer.fake_quant).
+        pages: packed only: pages of compressed keys for all sequences together; none: as many as they can
+            need. When they run out, requests wait and lose nothing.
+        replay: how much of a prompt runs through the decoder: all (off), its last window (bounded), or all
+            that its last window depends on (exact).
     """
 
     name: Literal["native"] = "native"
@@ -94,6 +106,18 @@ class EngineSection(Section):
     kv_on_update: Literal["keep", "recompute"] = "keep"
     speculate: Literal["off", "rejection", "coupled"] = "off"
     draft_length: int | None = Field(default=None, ge=1)
+    storage: Literal["dense", "packed"] = "dense"
+    pages: int | None = Field(default=None, ge=1)
+    replay: Literal["off", "bounded", "exact"] = "off"
+
+    @model_validator(mode="after")
+    def _pages_are_packed(self) -> Self:
+        if self.pages is not None and self.storage != "packed":
+            raise ValueError(
+                f"engine.pages={self.pages} belongs to packed caches: set engine.storage=packed, or leave it "
+                "out"
+            )
+        return self
 
 
 class Effort(Section):
@@ -170,6 +194,10 @@ class RunConfig(Section):
             raise ValueError(
                 f"engine.max_completion_tokens={self.engine.max_completion_tokens} leaves no room for a "
                 f"prompt in engine.max_tokens={self.engine.max_tokens}; make the second larger"
+            )
+        if self.engine.storage == "packed" and not self.trainer.fake_quant:
+            raise ValueError(
+                "engine.storage=packed holds rounded keys: set trainer.fake_quant=true, or engine.storage=dense"
             )
         if self.trainer.temperature != self.engine.temperature:
             raise ValueError(

@@ -60,6 +60,7 @@ class Sample:
         truncated: whether tokens were cut off at the trainer's maximum.
         choices: what the sampler's forward pass chose, over n tokens, which the trainer's repeats.
         sampling_mask: what each of n tokens could have been; its log-probability is renormalised over that.
+        replay_starts: positions at which the sampler's windows (of encoder, of decoder) started anew.
     """
 
     token_ids: np.ndarray
@@ -75,6 +76,7 @@ class Sample:
     truncated: bool = False
     choices: Choices | None = None
     sampling_mask: SamplingMask | None = None
+    replay_starts: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         columns = (self.token_ids, self.loss_mask, self.logprobs, self.advantages, self.policy_version)
@@ -136,6 +138,7 @@ def trajectory_samples(
                 effort=trajectory.key.effort,
                 config_version=config_version,
                 truncated=max_tokens is not None and len(ids) > max_tokens,
+                replay_starts=tuple(start for turn in branch for start in turn.replay_starts),
             )
         )
     return samples

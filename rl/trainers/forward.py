@@ -49,7 +49,9 @@ def token_outputs(
     logits_limit: int = CHUNK_ELEMENTS,
 ) -> TokenOutputs:
     """Runs the policy over a micro-batch."""
-    tokens = PackedTokens(batch.token_ids, batch.cu_seqlens, choices=batch.choices)
+    tokens = PackedTokens(
+        batch.token_ids, batch.cu_seqlens, choices=batch.choices, window_floors=batch.window_floors
+    )
     output = policy(tokens, indexer_loss=indexer_loss, features=features)
     positions = batch.loss_mask.nonzero()[:, 0]
     labels = batch.token_ids[positions]

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from model.batch import floors_from_starts
 from model.choices import Choices, SamplingMask
 from rl.trainers.data import Sample
 
@@ -29,6 +30,7 @@ class MicroBatch:
         indices: which samples of the batch these are, [N].
         choices: what to choose for the T tokens; None: all is free.
         sampling_mask: what the T tokens could have been; None: anything.
+        window_floors: [T, 2] first positions whose window keys a token sees; None: all of its window.
     """
 
     token_ids: Tensor
@@ -41,6 +43,7 @@ class MicroBatch:
     indices: tuple[int, ...]
     choices: Choices | None = None
     sampling_mask: SamplingMask | None = None
+    window_floors: Tensor | None = None
 
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -119,4 +122,13 @@ def _collate(samples: Sequence[Sample], indices: tuple[int, ...], device: torch.
         indices=indices,
         choices=None if choices is None else choices.to(device),
         sampling_mask=None if mask is None else mask.to(device),
+        window_floors=_window_floors(samples, device),
     )
+
+
+def _window_floors(samples: Sequence[Sample], device: torch.device) -> Tensor | None:
+    """Where the windows of each token start, if they start anew in any sample."""
+    if all(start == (0, 0) for sample in samples for start in sample.replay_starts):
+        return None
+    floors = [floors_from_starts(len(sample), sample.replay_starts) for sample in samples]
+    return torch.cat(floors).to(device)

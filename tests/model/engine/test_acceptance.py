@@ -206,12 +206,14 @@ def test_logprobs_are_those_of_the_plain_sampler():
     row = np.repeat(np.arange(100), SLOTS + 1)
     plain = sample(logits, sampling.take(row), np.tile(np.arange(SLOTS + 1), 100))
     kept = np.arange(SLOTS + 1) <= verified.accepted[:, None]
-    for ours, theirs in (
-        (verified.token_ids, plain.token_ids),
-        (verified.logprobs, plain.logprobs),
-        (verified.full_logprobs, plain.full_logprobs),
-    ):
-        np.testing.assert_array_equal(ours[kept], theirs.reshape(100, -1)[kept])
+    for place in range(SLOTS + 1):
+        rows = np.flatnonzero(kept[:, place])
+        ours, theirs = verified.place(rows, place), plain.take(rows * (SLOTS + 1) + place)
+        for name in ("token_ids", "logprobs", "full_logprobs", "finite"):
+            np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
+        assert ours.kept is not None and theirs.kept is not None
+        assert torch.equal(ours.kept.ids, theirs.kept.ids)
+        assert torch.equal(ours.kept.offsets, theirs.kept.offsets)
 
 
 @pytest.mark.parametrize("rule", ["rejection", "coupled"])
@@ -223,5 +225,7 @@ def test_a_poisoned_draft_fails_only_whom_it_reaches(rule):
     logits = torch.eye(VOCAB)[[1, 1, 1, 1, 2, 2, 2, 2]].clone()
     logits[[3, 6]] = torch.nan
     verified = attempt.verify(logits, drafts, np.full(2, SLOTS))
-    assert verified.finite.tolist() == [False, True] and not verified.clean
-    assert verified.accepted[1] == 0 and verified.token_ids[1, 0] == 2
+    assert not verified.clean
+    # The first request comes to the poison after three drafts, the second one's first draft is refused.
+    assert verified.finite[0].tolist() == [True, True, True, False]
+    assert verified.accepted.tolist() == [3, 0] and verified.finite[1, 0] and verified.token_ids[1, 0] == 2

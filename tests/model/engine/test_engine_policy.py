@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from model.batch import floors_from_starts
 from model.config import PolicyConfig
 from model.engine.engine import Engine
 from model.engine.errors import NonFiniteLogitsError
@@ -47,11 +48,15 @@ def run(engine, batch):
     return [ended[i].turn for i in ids]
 
 
-def forward_logprobs(policy, request, turn):
-    """Log-probabilities [n] of a turn's tokens from one training forward over the whole sequence."""
+def forward_logprobs(policy, request, turn, earlier=()):
+    """Log-probabilities [n] of a turn's tokens from one training forward over the whole sequence.
+
+    Its windows start where the turn, and the `earlier` ones, say.
+    """
     ids = torch.tensor([*request.token_ids, *turn.token_ids.tolist()])
     with torch.no_grad():
-        hidden = policy(PackedTokens(ids, torch.tensor([0, len(ids)]))).hidden
+        floors = floors_from_starts(len(ids), [*earlier, *turn.replay_starts])
+        hidden = policy(PackedTokens(ids, torch.tensor([0, len(ids)]), window_floors=floors)).hidden
         logprobs = torch.log_softmax(policy.logits(hidden), dim=-1)
     start = len(request.token_ids)
     return logprobs[torch.arange(start - 1, len(ids) - 1), ids[start:]].numpy()

@@ -146,6 +146,56 @@ def test_a_session_goes_on_from_what_drafts_left_in_the_cache(policy):
     assert texts[True] == texts[False]
 
 
+@pytest.mark.parametrize("shape", [{"top_k": 4}, {}])
+def test_what_a_turn_records_is_the_same(policy, shape):
+    """Experts, masks, floors and full log-probabilities, and in steps the same as in turns."""
+    policy.fake_quant = True
+    turns = []
+    for speculate in (None, Speculation(rule="coupled", length=5)):
+        ends, _ = run(policy, speculate, requests(4, 0.9, **shape), capture=True, replay="bounded")
+        turns.append([end.turn for end in ends])
+    for plain, drafted in zip(*turns, strict=True):
+        assert drafted.token_ids.tolist() == plain.token_ids.tolist()
+        assert drafted.expert_ids.start == plain.expert_ids.start
+        np.testing.assert_array_equal(drafted.expert_ids.ids, plain.expert_ids.ids)
+        np.testing.assert_allclose(drafted.full_logprobs, plain.full_logprobs, atol=1e-4)
+        assert drafted.replay_starts == plain.replay_starts
+        assert drafted.states.tolist() == plain.states.tolist()
+        assert (drafted.sampling_mask is None) == (not shape)
+        if shape:
+            assert torch.equal(drafted.sampling_mask.ids, plain.sampling_mask.ids)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_with_few_pages_requests_give_way_and_lose_nothing(policy, rule):
+    """Pages for about two of six requests: they are preempted between drafts and computed anew."""
+    policy.fake_quant = True
+    plain, _ = run(policy, None, requests(6, 0.0), 6, storage="packed")
+    page = policy.new_cache(1, 128, storage="packed").pages.page_tokens
+    drafted, engine = run(
+        policy, Speculation(rule=rule, length=5), requests(6, 0.0), 6, storage="packed", pages=128 // page
+    )
+    assert engine.scheduler.preemptions + engine.scheduler.evictions > 0
+    assert [end.turn.token_ids.tolist() for end in drafted] == [end.turn.token_ids.tolist() for end in plain]
+
+
+@pytest.mark.parametrize("fake_quant", [False, True])
+def test_a_request_moves_between_engines_in_the_middle(policy, fake_quant):
+    """After every step from one engine with drafts to another, and to one without and back."""
+    policy.fake_quant = fake_quant
+    wanted = requests(5, 0.9)[4]
+    plain = run(policy, None, [wanted])[0][0]
+    ways = [Speculation(rule="coupled", length=3), None, Speculation(rule="coupled", length=5)]
+    engines = [Engine(policy, max_requests=2, max_tokens=128, speculate=way) for way in ways]
+    number, current = engines[0].submit(wanted), 0
+    while not (finished := engines[current].step().finished):
+        state = engines[current].export_state(number, remove=True)
+        current = (current + 1) % len(engines)
+        number = engines[current].import_state(state)
+    same(finished, [plain])
+    assert engines[0].speculator.counters.accepted > 0
+
+
 def test_shared_prompts_share_the_window(policy):
     """Samples of one prompt are forks: their drafts are those of a prompt computed alone."""
     params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=8) for seed in range(4)]
