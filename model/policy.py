@@ -24,6 +24,7 @@ from model.initialization import initialize
 from model.layers.attention import Globals, RunOptions
 from model.layers.block import Block
 from model.layers.engram_hash import DEAD, EngramHash, look_back
+from model.layers.engram_table import TableStorage
 from model.layers.exact import fill, in_own_mode, matmul
 from model.layers.hyper_connections import collapse
 from model.layers.indexer_loss import Supervision, Variant
@@ -70,7 +71,13 @@ class Policy(nn.Module):
             cache alike; slower.
     """
 
-    def __init__(self, config: PolicyConfig) -> None:
+    def __init__(self, config: PolicyConfig, *, tables: TableStorage = "resident") -> None:
+        """Make a policy with fresh weights.
+
+        Args:
+            config: its shape.
+            tables: where the n-gram tables live; mapped ones need a checkpoint (`load_policy`).
+        """
         super().__init__()
         self.config = config
         self.fake_quant = False
@@ -79,7 +86,9 @@ class Policy(nn.Module):
         dtype = getattr(torch, config.dtype)
         self.embed = nn.Module()
         self.embed.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype))
-        self.layers = nn.ModuleList(Block(config, layer, dtype) for layer in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            Block(config, layer, dtype, tables) for layer in range(config.num_hidden_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.head = nn.Module()
         self.head.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype))
@@ -336,6 +345,8 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, Tensor, list[Routing]]:
         n = self.config.hc_mult
         embedded, rows = fill(embedded), None if rows is None else fill(rows)
+        for block in self.blocks:
+            block.prefetch(rows)
         streams = embedded.unsqueeze(1).expand(-1, n, -1).contiguous()
         weights = torch.zeros(embedded.shape[0], n, device=streams.device)
         weights[:, 0] = 1.0
@@ -354,9 +365,11 @@ class Policy(nn.Module):
                 keys = self._decoder_keys(x, batch, cache, options)
                 if batch.decoder is None:
                     break
-                streams, weights, x, rows, *features = _of_decoder(
-                    batch.decoder_tokens, streams, weights, x, rows, *features
-                )
+                if batch.decoder_tokens is not None:
+                    tokens = fill(batch.decoder_tokens)
+                    streams, weights, x = streams[tokens], weights[tokens], x[tokens]
+                    rows = None if rows is None else rows[tokens]
+                    features = [feature[tokens] for feature in features]
                 batch = batch.decoder
             if block.layer in keys:
                 shared = keys.pop(block.layer)
@@ -447,11 +460,3 @@ class Policy(nn.Module):
         rows = self.engram_hash(look_back(history, pad))
         batch.record("engram_hash_ids", rows)
         return rows
-
-
-def _of_decoder(tokens: Tensor | None, *columns: Tensor | None) -> list[Tensor | None]:
-    """The decoder's tokens of each of `columns` [T, ...]; None stands for all."""
-    if tokens is None:
-        return list(columns)
-    tokens = fill(tokens)
-    return [None if column is None else column.index_select(0, tokens) for column in columns]

@@ -1,7 +1,7 @@
 """Images: from patches to rows of the embedding, and where in a sequence they go.
 
 An image span is `[start] + ([image] * columns + [newline]) * rows + [end]`; all its tokens have the image
-token id and are told apart by their type. Resizing and cutting an image into patches happen before.
+token id and are told apart by their type. `model.images` resizes an image file and cuts it into patches.
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ class ImageTokens:
     """`TokenType` of each token, of the shape of the token ids."""
     rows: Tensor
     """[M, d] aligner rows of the tokens of type IMAGE, in their order."""
+
+    def part(self, begin: int, end: int) -> ImageTokens:
+        """The images among tokens `begin` .. `end` of a sequence (types [T]); spans may be cut anywhere."""
+        first, last = (int((self.types[:stop] == TokenType.IMAGE).sum()) for stop in (begin, end))
+        return ImageTokens(self.types[begin:end], self.rows[first:last])
 
 
 def span_types(grid: tuple[int, int], downsample: int) -> list[int]:
@@ -151,6 +156,12 @@ class Aligner(nn.Module):
 
 def place_images(embedded: Tensor, images: ImageTokens, marks: Mapping[TokenType, Tensor]) -> Tensor:
     """[T, d] with the rows of image spans replaced; `marks` are the learned rows of the other types."""
+    expected = int((images.types == TokenType.IMAGE).sum())
+    if images.rows.shape[0] != expected:
+        raise ValueError(
+            f"there are {expected} tokens of type IMAGE and {images.rows.shape[0]} image rows: encode the "
+            "images of these very tokens"
+        )
     embedded = embedded.clone()
     for kind, row in marks.items():
         embedded[images.types == kind] = row

@@ -15,6 +15,7 @@ from envs.base import Environment
 from model.chat import ChatFormat, load_chat, nano_chat
 from model.checkpoint import load_policy
 from model.config import PolicyConfig
+from model.diagnostics.scales import ScaleMonitor
 from model.engine.speculative import Speculation
 from model.policy import Policy
 from rl.engines.native import NativeEngine
@@ -96,6 +97,8 @@ async def open_generator(
         worker = Worker(
             env, scaffold, engine, chat, sandboxes, reward, log, rollout, max_turns=config.scaffold.max_turns
         )
-        generator = Generator({(env.name, config.scaffold.name): worker}, engine, log, rollout)
+        every = config.engine.scales_every
+        scales = ScaleMonitor(net, every) if every else None
+        generator = Generator({(env.name, config.scaffold.name): worker}, engine, log, rollout, scales)
         stack.push_async_callback(generator.close)
         yield generator

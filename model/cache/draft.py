@@ -87,16 +87,6 @@ class DraftWindow:
         self.storage[:, target] = self.storage[:, source]
         self.next[target], self.first[target] = self.next[source], self.first[source]
 
-    def export(self, row: int) -> dict[str, Tensor]:
-        """A copy of one window, for `load`."""
-        keys, bounds = self.storage[:, row].clone(), torch.stack((self.first[row], self.next[row]))
-        return {"draft.keys": keys, "draft.bounds": bounds}
-
-    def load(self, row: int, state: dict[str, Tensor]) -> None:
-        """Fill a window with what `export` gave, of the same configuration and storage."""
-        self.storage[:, row] = state["draft.keys"].to(self.storage.device)
-        self.first[row], self.next[row] = state["draft.bounds"].tolist()
-
     @property
     def nbytes(self) -> int:
         """Bytes of the rings."""

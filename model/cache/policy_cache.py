@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from math import lcm
 from typing import Literal, get_args
@@ -15,6 +16,7 @@ from model.cache.pages import PageTable
 from model.cache.progress import Progress, Span
 from model.cache.records import INDEX, MAIN
 from model.cache.swa import PackedWindowRing, WindowRing, WindowStorage
+from model.cache.transfer import export_slot, import_slot
 from model.config import PolicyConfig
 from model.rows import CacheTarget, ring_size
 
@@ -74,7 +76,9 @@ class PolicyCache:
             )
         self.max_sequences, self.max_tokens, self.slack = max_sequences, max_tokens, slack
         self.device, self.storage = device, storage
-        self.whole_groups = lcm(*(config.ratio(layer) for layer in config.kv_source_layer_ids))
+        self.ratios = {layer: config.ratio(layer) for layer in config.kv_source_layer_ids}
+        """Tokens of a compressed key, by the layer that owns it."""
+        self.whole_groups = lcm(*self.ratios.values())
         """Compressed keys alone can stand for a multiple of so many tokens: no group is open there."""
         ring = WindowRing if storage == "dense" else PackedWindowRing
         entries = ring_size(config.sliding_window, slack)
@@ -142,18 +146,35 @@ class PolicyCache:
                 f"n-grams look back {self.reach} tokens from position {resume}: give tail_ids of the tokens "
                 f"before it, got {known}"
             )
-        slot = self.allocate()
-        try:
-            self.make_room([slot], [length])
-        except CacheFull:
-            self.free(slot)
-            raise
+        slot = self.take_over(Progress(length=length, encoded=resume, floor=resume, peak=length, base=length))
         if tail_ids is not None and self.reach:
             last = tail_ids[-min(self.reach, known) :]
             positions = torch.arange(resume - last.shape[0], resume, device=self.device)
             self.tail[slot, positions % self.tail.shape[1]] = last.to(self.device)
-        self._progress[slot] = Progress(length=length, encoded=resume, floor=resume, peak=length, base=length)
         return slot
+
+    def take_over(self, progress: Progress) -> int:
+        """A slot with room for a sequence that has come as far as `progress`; the caller fills it in.
+
+        Raises:
+            CacheFull: no slot is free, the sequence does not fit, or pages run out; nothing has changed.
+        """
+        slot = self.allocate()
+        try:
+            self.make_room([slot], [progress.length])
+        except CacheFull:
+            self.free(slot)
+            raise
+        self._progress[slot] = replace(progress)
+        return slot
+
+    def export_slot(self, slot: int) -> dict[str, Tensor]:
+        """All that `slot` holds, to go on elsewhere with the same bits."""
+        return export_slot(self, slot)
+
+    def import_slot(self, state: Mapping[str, Tensor]) -> int:
+        """A slot with what `export_slot` gave. Raises CacheFull, or ValueError for what does not fit."""
+        return import_slot(self, state)
 
     def fork(self, slot: int) -> int:
         """A new slot with the sequence in `slot`; pages are shared until one of the two writes into them."""
@@ -284,20 +305,19 @@ class PolicyCache:
         ]
 
     def _lay_out_dense(self, config: PolicyConfig, dtype: torch.dtype) -> None:
-        for layer in config.kv_source_layer_ids:
-            groups = -(-self.max_tokens // config.ratio(layer))
+        for layer, ratio in self.ratios.items():
+            groups = -(-self.max_tokens // ratio)
             self.main[layer] = GroupCache(self.max_sequences, groups, config.head_dim, dtype, self.device)
             self.index_keys[layer] = GroupCache(
                 self.max_sequences, groups, config.index_head_dim, dtype, self.device
             )
 
     def _lay_out_pages(self, config: PolicyConfig, dtype: torch.dtype, pages: int | None) -> None:
-        ratios = {layer: config.ratio(layer) for layer in config.kv_source_layer_ids}
         page_tokens = -(-_PAGE_TOKENS // self.whole_groups) * self.whole_groups
         per_slot = -(-self.max_tokens // page_tokens)
         count = self.max_sequences * per_slot if pages is None else pages
         self.pages = PageTable(self.max_sequences, per_slot, count, page_tokens, self.device)
-        for layer, ratio in ratios.items():
+        for layer, ratio in self.ratios.items():
             groups = (page_tokens // ratio, -(-self.max_tokens // ratio))
             for kind, width, record in (
                 (self.main, config.head_dim, MAIN),
@@ -307,7 +327,6 @@ class PolicyCache:
 
     def _open_groups(self, config: PolicyConfig) -> dict[int, Tensor]:
         """Values and gates of tokens whose group may be open, float32, entry = position mod entries."""
-        ratios = {layer: config.ratio(layer) for layer in config.kv_source_layer_ids}
         return {
             layer: torch.zeros(
                 self.max_sequences,
@@ -315,6 +334,6 @@ class PolicyCache:
                 2 * config.head_dim,
                 device=self.device,
             )
-            for layer, ratio in ratios.items()
+            for layer, ratio in self.ratios.items()
             if ratio > 1
         }

@@ -17,6 +17,9 @@ from model.rows import Rows
 class WindowStorage(Protocol):
     """Keys of the last tokens of each sequence, in every layer."""
 
+    storage: Tensor
+    """[layers, slots, entries, ...]."""
+
     def gather(self, layer: int, rows: Rows) -> Tensor:
         """[B, W - 1, c] keys of the positions before the new tokens of `rows`, in order.
 

@@ -13,11 +13,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from model.chat.prompt import Prompt
+from model.images import ImageReader
 from model.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from model.chat.stream import StreamParser
+
 FILE_NAME = "chat_format.json"
+IMAGE_KINDS = ("image", "image_url")
+"""Types of content parts that are images; `model.images.source_of` says what they hold."""
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
 
@@ -65,6 +72,26 @@ class ChatFormat(ABC):
             ChatError: A message cannot be rendered.
         """
 
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        effort: int | None = None,
+        images: ImageReader | None = None,
+    ) -> Prompt:
+        """Renders a conversation as `render_prompt`, with its images where the format has any.
+
+        Raises:
+            ChatError: A message or the effort cannot be rendered.
+            ImageError: An image cannot be used.
+        """
+        return Prompt.of_pieces([self.render_prompt(messages, tools=tools, effort=effort)], images)
+
+    def observation(self, messages: Sequence[Message], *, images: ImageReader | None = None) -> Prompt:
+        """Renders an observation as `render_observation`, with its images where the format has any."""
+        return Prompt.of_pieces([self.render_observation(messages)], images)
+
     @abstractmethod
     def render_assistant(self, message: Message) -> list[int]:
         """Renders a demonstration's turn, including its end token.
@@ -76,6 +103,10 @@ class ChatFormat(ABC):
     @abstractmethod
     def parse(self, ids: Sequence[int], *, tools: Sequence[Tool] = ()) -> ParsedTurn:
         """Reads a sampled turn. Never raises: what cannot be read is a `parse_error`."""
+
+    @abstractmethod
+    def stream(self, *, tools: Sequence[Tool] = ()) -> StreamParser:
+        """Returns a parser to be fed a turn while it is sampled."""
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
@@ -119,14 +150,36 @@ def arguments_of(call: Mapping[str, Any]) -> dict[str, Any]:
     return dict(value)
 
 
-def text_of(message: Message) -> str:
-    """Returns the text of a message; content may be missing, a string, or a list of text parts."""
+def parts_of(message: Message) -> list[str | Mapping[str, Any]]:
+    """Returns the content of a message: texts, and image parts as they are.
+
+    Raises:
+        ChatError: The content is no text and no list of text and image parts.
+    """
     content = message.get("content") or ""
     if isinstance(content, str):
-        return content
-    if any(part.get("type") != "text" for part in content):
-        raise ChatError("this chat format renders text only; remove the parts that are not text")
-    return "".join(part["text"] for part in content)
+        return [content]
+    if not isinstance(content, Sequence):
+        raise ChatError(f"content is a text or a list of parts, not a {type(content).__name__}")
+    parts: list[str | Mapping[str, Any]] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            parts.append(part["text"])
+        elif kind in IMAGE_KINDS:
+            parts.append(part)
+        else:
+            raise ChatError(f"a part of a message is text, image or image_url with its content, not {part!r}")
+    return parts
+
+
+def text_of(message: Message) -> str:
+    """Returns the text of a message; content may be missing, a string, or a list of text parts."""
+    parts = parts_of(message)
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) != len(parts):
+        raise ChatError(f"text only stands here ({message.get('role')}); remove the parts that are not text")
+    return "".join(texts)
 
 
 def tool_call(name: str, arguments: Mapping[str, Any], index: int) -> dict[str, Any]:

@@ -15,6 +15,9 @@ from typing import Any
 from model.chat.base import ChatError, ChatFormat, Message, ParsedTurn, Tool, check_effort
 from model.chat.deepseek_parse import parse_text
 from model.chat.deepseek_render import Part, Renderer
+from model.chat.deepseek_stream import DeepSeekStream
+from model.chat.prompt import Prompt
+from model.images import ImageReader, PreparedImage
 from model.tokenizer import Tokenizer
 
 _TOOLS_SECTION = """## Tools
@@ -36,6 +39,8 @@ A string is written as it is, with string="true"; any other value is written as 
 {schemas}
 """
 
+_PLACEHOLDERS = {"tools_section": "{schemas}", "effort_line": "{effort}", "response_format": "{schema}"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSeekWording:
@@ -52,10 +57,18 @@ class DeepSeekWording:
     dsml: str = "｜DSML｜"
     think: str = "<think>"
     think_end: str = "</think>"
+    image: str = "<｜deepseek_image｜>"
     effort_names: Mapping[str, int] = field(
         default_factory=lambda: {"low": 50, "high": 75, "xhigh": 75, "max": 100}
     )
     default_effort: int = 75
+
+    def __post_init__(self) -> None:
+        for name, field_name in _PLACEHOLDERS.items():
+            if getattr(self, name).count(field_name) != 1:
+                raise ChatError(f"the wording's {name} must hold {field_name} once: {getattr(self, name)!r}")
+        for value in (*self.effort_names.values(), self.default_effort):
+            check_effort(value)
 
     def effort(self, value: int | str | None) -> int:
         """Returns an effort as a number; names and None are looked up.
@@ -94,25 +107,75 @@ class DeepSeekChat(ChatFormat):
 
         Without thinking there is no effort line, so the effort is not rendered.
         """
-        renderer = Renderer(self.wording, thinking=self.thinking, keep_reasoning=False)
-        return self._encode(renderer.conversation(_with_tools(messages, tools), self.wording.effort(effort)))
+        return self._text_only(self._conversation(messages, tools, effort))
 
     def render_observation(self, messages: Sequence[Message]) -> list[int]:
         """Renders tool results (in the order of the calls) and messages as one user turn."""
+        return self._text_only(self._reply(messages))
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        effort: int | None = None,
+        images: ImageReader | None = None,
+    ) -> Prompt:
+        """As `render_prompt`, with the images that users' messages and tool results hold.
+
+        Raises:
+            ChatError: A message or the effort cannot be rendered, or there are images and no reader.
+            ImageError: An image cannot be used.
+        """
+        return self._with_images(self._conversation(messages, tools, effort), images)
+
+    def observation(self, messages: Sequence[Message], *, images: ImageReader | None = None) -> Prompt:
+        """As `render_observation`, with images."""
+        return self._with_images(self._reply(messages), images)
+
+    def _conversation(
+        self, messages: Sequence[Message], tools: Sequence[Tool], effort: int | None
+    ) -> list[Part]:
+        renderer = Renderer(self.wording, thinking=self.thinking, keep_reasoning=False)
+        return renderer.conversation(_with_tools(messages, tools), self.wording.effort(effort))
+
+    def _reply(self, messages: Sequence[Message]) -> list[Part]:
         if any(message.get("role") == "assistant" for message in messages):
             raise ChatError("an observation is what others say; render an assistant's turn as such")
-        renderer = Renderer(self.wording, thinking=self.thinking, keep_reasoning=True)
-        return self._encode(renderer.turns(messages))
+        return Renderer(self.wording, thinking=self.thinking, keep_reasoning=True).turns(messages)
 
     def render_assistant(self, message: Message) -> list[int]:
         """Renders reasoning, content, calls and the end of the turn."""
         renderer = Renderer(self.wording, thinking=self.thinking, keep_reasoning=True)
-        return self._encode(renderer.assistant(message, reasoning=self.thinking))
+        return self._text_only(renderer.assistant(message, reasoning=self.thinking))
 
     def parse(self, ids: Sequence[int], *, tools: Sequence[Tool] = ()) -> ParsedTurn:
         """Reads a sampled turn from its text; ids outside the vocabulary are skipped."""
         text = self.tokenizer.decode(ids)
         return parse_text(text, self.wording, thinking=self.thinking, tools=tools)
+
+    def stream(self, *, tools: Sequence[Tool] = ()) -> DeepSeekStream:
+        """Reads a turn while it is sampled."""
+        return DeepSeekStream(self, tools)
+
+    def _text_only(self, parts: Sequence[Part]) -> list[int]:
+        return self._with_images(parts, None).token_ids
+
+    def _with_images(self, parts: Sequence[Part], reader: ImageReader | None) -> Prompt:
+        pieces: list[list[int] | PreparedImage] = []
+        run: list[Part] = []
+        for part in parts:
+            if part.image is None:
+                run.append(part)
+                continue
+            if reader is None:
+                raise ChatError(
+                    "there is an image in the messages: render them with `prompt` or `observation` and "
+                    "`images=ImageReader.of(policy.config)`, or remove the parts that are not text"
+                )
+            pieces += [self._encode(run), reader.read(part.image)]
+            run = []
+        return Prompt.of_pieces([*pieces, self._encode(run)], reader)
 
     def _encode(self, parts: Sequence[Part]) -> list[int]:
         """Encodes parts: special tokens of trusted parts become ids, all text between two of them one run."""

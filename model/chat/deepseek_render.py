@@ -9,11 +9,11 @@ lets the assistant speak. Reasoning before the last such turn is dropped unless 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from model.chat.base import ChatError, Message, arguments_of, function_of, text_of
+from model.chat.base import ChatError, Message, arguments_of, function_of, parts_of, text_of
 
 if TYPE_CHECKING:
     from model.chat.deepseek import DeepSeekWording
@@ -25,6 +25,8 @@ class Part:
 
     text: str
     trusted: bool = True
+    image: Mapping[str, Any] | None = None
+    """The content part of the image that `text` stands for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Renderer:
         if system is not None or self.thinking:
             parts.append(Part(self.wording.system))
         if self.thinking:
-            parts.append(Part(self.wording.effort_line.format(effort=effort)))
+            parts.append(Part(self.wording.effort_line.replace("{effort}", str(effort))))
         if system is not None:
             parts += self._system(system)
         keep = self.keep_reasoning or any(message.get("tools") for message in messages)
@@ -107,10 +109,16 @@ class Renderer:
         parts = [Part(self.wording.user)]
         for number, message in enumerate(turn.messages):
             parts += [Part("\n\n")] if number else []
-            text = Part(text_of(message), False)
+            content = self._content(message)
             is_result = message.get("role") == "tool"
-            parts += [Part("<tool_result>"), text, Part("</tool_result>")] if is_result else [text]
+            parts += [Part("<tool_result>"), *content, Part("</tool_result>")] if is_result else content
         return parts
+
+    def _content(self, message: Message) -> list[Part]:
+        return [
+            Part(part, False) if isinstance(part, str) else Part(self.wording.image, image=part)
+            for part in parts_of(message)
+        ]
 
     def _calls(self, calls: Sequence[Any]) -> list[Part]:
         tag = self.wording.dsml

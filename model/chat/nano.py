@@ -10,25 +10,13 @@ tags; other messages are bare, for a turn's own end delimits them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from model.chat.base import (
-    ChatError,
-    ChatFormat,
-    Message,
-    ParsedTurn,
-    Tool,
-    arguments_of,
-    check_call,
-    check_effort,
-    function_of,
-    strict_json,
-    text_of,
-    tool_call,
-)
+from model.chat.base import ChatError, ChatFormat, Message, ParsedTurn, Tool, check_effort, text_of
+from model.chat.nano_calls import Unreadable, call_body, read_call
+from model.chat.nano_stream import NanoStream
 from model.tokenizer import Tokenizer, nano_tokenizer
 
 
@@ -44,10 +32,6 @@ class NanoWording:
     observation_end: str = "</obs>"
     answer: str = "<answer>"
     end: str = "<end>"
-
-
-class _Unreadable(Exception):
-    """A turn outside the grammar; its text goes to the policy, so it is short and in small letters."""
 
 
 class NanoChat(ChatFormat):
@@ -93,7 +77,7 @@ class NanoChat(ChatFormat):
         if calls and text_of(message):
             raise ChatError("a turn of this format is calls or an answer; move the text to reasoning_content")
         for call in calls:
-            body = self.tokenizer.encode(_call_body(call, tools))
+            body = self.tokenizer.encode(call_body(call, tools))
             ids += [self._tags["call"], *body, self._tags["call_end"]]
         if not calls:
             ids += [self._tags["answer"], *self.tokenizer.encode(text_of(message)), self._tags["end"]]
@@ -104,8 +88,8 @@ class NanoChat(ChatFormat):
         try:
             pieces = self._pieces(ids)
             reasoning, calls, content = _read_turn(pieces, self._tags)
-            parsed = [_read_call(body, tools, index) for index, body in enumerate(calls)]
-        except _Unreadable as error:
+            parsed = [read_call(body, tools, index) for index, body in enumerate(calls)]
+        except Unreadable as error:
             message = {"role": "assistant", "content": "", "reasoning_content": self.tokenizer.decode(ids)}
             return ParsedTurn(message, str(error), not (ids and int(ids[-1]) in self.stop_ids))
         message: dict[str, Any] = {"role": "assistant", "content": content}
@@ -114,6 +98,16 @@ class NanoChat(ChatFormat):
         if parsed:
             message["tool_calls"] = parsed
         return ParsedTurn(message)
+
+    def stream(self, *, tools: Sequence[Tool] = ()) -> NanoStream:
+        """Reads a turn while it is sampled."""
+        return NanoStream(self, tools)
+
+    def name_of(self, index: int) -> str | None:
+        """Returns which tag of the wording a token is, by its field; "" for text, None for none of both."""
+        if index in self._names:
+            return self._names[index]
+        return None if index in self._reserved or not 0 <= index < self.tokenizer.vocab_size else ""
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         ids: list[int] = []
@@ -137,11 +131,12 @@ class NanoChat(ChatFormat):
         pieces: list[int | str] = []
         buffer: list[int] = []
         for index in map(int, ids):
-            if index in self._names:
+            name = self.name_of(index)
+            if name is None:
+                raise Unreadable("bad token")
+            if name:
                 pieces += [self.tokenizer.decode(buffer), index] if buffer else [index]
                 buffer = []
-            elif index in self._reserved or not 0 <= index < self.tokenizer.vocab_size:
-                raise _Unreadable("bad token")
             else:
                 buffer.append(index)
         return [*pieces, self.tokenizer.decode(buffer)] if buffer else pieces
@@ -164,9 +159,9 @@ def _read_turn(pieces: list[int | str], tags: Mapping[str, int]) -> tuple[str, l
         content = _take_text(rest)
         _take_tag(rest, tags["end"], "answer")
     else:
-        raise _Unreadable("no call and no answer" if reasoning or rest else "empty turn")
+        raise Unreadable("no call and no answer" if reasoning or rest else "empty turn")
     if rest:
-        raise _Unreadable("text after the call" if calls else "text after the answer")
+        raise Unreadable("text after the call" if calls else "text after the answer")
     return reasoning, calls, content
 
 
@@ -176,49 +171,9 @@ def _take_text(rest: list[int | str]) -> str:
 
 def _take_tag(rest: list[int | str], tag: int, what: str) -> None:
     if not rest:
-        raise _Unreadable(f"{what} not closed")
+        raise Unreadable(f"{what} not closed")
     if rest.pop(0) != tag:
-        raise _Unreadable(f"tag inside the {what}")
-
-
-def _only_string_parameter(tool: Tool) -> str | None:
-    """Returns the name of the only parameter of a tool when it is a string, else None."""
-    properties = (function_of(tool).get("parameters") or {}).get("properties") or {}
-    if len(properties) == 1:
-        name, schema = next(iter(properties.items()))
-        return name if isinstance(schema, Mapping) and schema.get("type") == "string" else None
-    return None
-
-
-def _call_body(call: Mapping[str, Any], tools: Sequence[Tool]) -> str:
-    arguments = arguments_of(call)
-    if tools:
-        bare = len(tools) == 1 and _only_string_parameter(tools[0]) is not None
-    else:
-        bare = len(arguments) == 1 and isinstance(next(iter(arguments.values())), str)
-    if bare:
-        return str(next(iter(arguments.values())))
-    return json.dumps({"name": function_of(call)["name"], "arguments": arguments}, ensure_ascii=False)
-
-
-def _read_call(body: str, tools: Sequence[Tool], index: int) -> dict[str, Any]:
-    if not tools:
-        raise _Unreadable("there is no tool here")
-    if not body:
-        raise _Unreadable("empty call")
-    parameter = _only_string_parameter(tools[0]) if len(tools) == 1 else None
-    if parameter is not None:
-        return tool_call(str(function_of(tools[0])["name"]), {parameter: body}, index)
-    try:
-        value = strict_json(body)
-        name, arguments = value["name"], value["arguments"]
-        if not isinstance(name, str) or not isinstance(arguments, dict) or len(value) != 2:
-            raise TypeError
-        if problem := check_call(name, arguments, tools):
-            raise _Unreadable(problem)
-        return tool_call(name, arguments, index)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise _Unreadable("call is not json with name and arguments") from error
+        raise Unreadable(f"tag inside the {what}")
 
 
 def nano_chat() -> NanoChat:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -21,14 +21,17 @@ class Policy(Protocol):
     fake_quant: bool
     exact: bool
 
-    def new_cache(self, max_sequences: int, max_tokens: int, **options: Any) -> Any:
-        """Returns a cache for so many sequences of so many tokens; options: storage, pages."""
+    @property
+    def new_cache(self) -> Callable[..., Any]:
+        """Makes a cache for so many sequences of so many tokens; options: storage, pages."""
         ...
 
-    def extend(self, cache: Any, slots: Tensor, token_ids: Tensor, lengths: Tensor, **options: Any) -> Tensor:
-        """Appends tokens [B, L] to sequences and returns the hidden state [B, d] of each row's last token.
+    @property
+    def extend(self) -> Callable[..., Tensor]:
+        """Appends tokens [B, L] to sequences: the hidden state [B, d] of each row's last token.
 
-        Options, given only when they are needed: decode_from, images, capture.
+        Takes cache, slots, token_ids and lengths; options, given only when they are needed: decode_from,
+        images, capture.
         """
         ...
 

@@ -136,10 +136,17 @@ class Rows:
             experts = ExpertIds(begin, self.expert_ids[row, begin : int(self.cached[row])].copy())
         masks, mask = self._masks[row], None
         if masks:
-            mask = SamplingMask.of_rows([masks.get(place, ()) for place in range(start, stop)])
-        columns = (self.token_ids, self.logprobs, self.versions, self.full_logprobs, self.states)
+            nothing = np.zeros(0, np.int64)
+            mask = SamplingMask.of_rows([masks.get(place, nothing).tolist() for place in range(start, stop)])
         return Columns(
-            *(column[row, start:stop].copy() for column in columns), experts, mask, self.starts[row]
+            self.token_ids[row, start:stop].copy(),
+            self.logprobs[row, start:stop].copy(),
+            self.versions[row, start:stop].copy(),
+            self.full_logprobs[row, start:stop].copy(),
+            self.states[row, start:stop].copy(),
+            experts,
+            mask,
+            self.starts[row],
         )
 
     def past(self, row: int) -> Past | None:

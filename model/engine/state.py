@@ -149,14 +149,22 @@ def unpack(state: RequestState, request_id: int) -> Pending:
 
 
 def _turn(header: dict[str, Any], tensors: dict[str, Tensor], token_ids: np.ndarray) -> Columns:
-    columns = (tensors[name].numpy() for name in ("logprobs", "versions", "full_logprobs", "states"))
     experts = mask = None
     if "expert_ids" in tensors:
         experts = ExpertIds(int(header["expert_start"]), tensors["expert_ids"].numpy())
     if "mask.ids" in tensors:
         mask = SamplingMask(tensors["mask.ids"], tensors["mask.offsets"])
     starts = tuple(_pair(pair) for pair in header["replay_starts"])
-    return Columns(token_ids, *columns, experts, mask, starts)
+    return Columns(
+        token_ids,
+        tensors["logprobs"].numpy(),
+        tensors["versions"].numpy(),
+        tensors["full_logprobs"].numpy(),
+        tensors["states"].numpy(),
+        experts,
+        mask,
+        starts,
+    )
 
 
 def _pair(pair: list[int]) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from model.batch import Batch
 from model.config import PolicyConfig
 from model.layers.attention import Attention, Globals, RunOptions
 from model.layers.engram import Engram
+from model.layers.engram_table import TableStorage
 from model.layers.hyper_connections import HyperConnection, collapse, mix
 from model.layers.moe import MixtureOfExperts, Routing
 from model.layers.norm import RMSNorm
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 class Block(nn.Module):
     """Layer `layer` of the policy."""
 
-    def __init__(self, config: PolicyConfig, layer: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: PolicyConfig, layer: int, dtype: torch.dtype, tables: TableStorage = "resident"
+    ) -> None:
         super().__init__()
         self.layer = layer
         self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
@@ -33,9 +36,14 @@ class Block(nn.Module):
         self.ffn = MixtureOfExperts(config, config.n_routed_experts, config.num_experts_per_tok, dtype)
         if layer in config.engram_layer_ids:
             self.engram_column = config.engram_layer_ids.index(layer)
-            self.engram = Engram(config, config.engram_num_embeddings[self.engram_column], dtype)
+            self.engram = Engram(config, config.engram_num_embeddings[self.engram_column], dtype, tables)
         else:
             self.engram = None
+
+    def prefetch(self, rows: Tensor | None) -> None:
+        """Begin to gather this layer's part of the table `rows` [T, layers, columns], if it has a memory."""
+        if self.engram is not None and rows is not None:
+            self.engram.embed.prefetch(rows[:, self.engram_column])
 
     def inject(self, streams: Tensor, batch: Batch, rows: Tensor | None) -> Tensor:
         """Streams [T, n, d] with this layer's n-gram memory added, from table `rows` [T, layers, columns]."""

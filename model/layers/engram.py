@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from model.config import PolicyConfig
+from model.layers.engram_table import EngramTable, TableStorage
 from model.layers.linear import Linear
 from model.layers.norm import inverse_rms
 
@@ -16,13 +16,14 @@ _SMALLEST_DOT = 1e-6
 class Engram(nn.Module):
     """One layer's table and its projection to a key per stream and a shared value."""
 
-    def __init__(self, config: PolicyConfig, rows: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: PolicyConfig, rows: int, dtype: torch.dtype, tables: TableStorage = "resident"
+    ) -> None:
         super().__init__()
         d, n = config.hidden_size, config.hc_mult
         columns = (config.engram_max_ngram_size - 1) * config.engram_n_heads
         self.streams, self.width, self.eps = n, d, config.rms_norm_eps
-        self.embed = nn.Module()
-        self.embed.weight = nn.Parameter(torch.empty(rows, config.engram_head_dim, dtype=dtype))
+        self.embed = EngramTable(rows, config.engram_head_dim, dtype, tables)
         self.wkv = Linear(
             columns * config.engram_head_dim, (n + 1) * d, dtype, config.quantization is not None
         )
@@ -34,8 +35,7 @@ class Engram(nn.Module):
 
         `text` [T] bool is false on image tokens, which take nothing; None stands for text only.
         """
-        table: Tensor = self.embed.weight  # pyright: ignore[reportAssignmentType]
-        projected = self.wkv(F.embedding(rows, table).flatten(1))
+        projected = self.wkv(self.embed(rows).flatten(1))
         keys, value = projected.split([self.streams * self.width, self.width], dim=-1)
         gate = self._gate(streams, keys.unflatten(-1, (self.streams, self.width)))
         if text is not None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from model.layers.exact import matmul
-from model.quant.blocks import round_window, straight_through
+from model.quant.blocks import round_activation, straight_through
 
 
 def widen(x: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def quantized_linear(x: Tensor, weight: Tensor) -> Tensor:
     """`x` rounded to FP8 (power-of-two scale per 32) times `weight`, summed in float32, as `x` in dtype."""
-    rounded = straight_through(x, round_window)
+    rounded = straight_through(x, round_activation)
     return wide_linear(rounded, weight).to(x.dtype)
 
 

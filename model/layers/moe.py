@@ -2,8 +2,8 @@
 
 Experts are stacked: `w13` [E + shared, 2 f, d] (gate rows first) and `w2` [E + shared, d, f]; the shared
 experts come last. With few experts all of them are computed for every token and weighted by zero where not
-chosen, which takes three operations; with many, tokens are sorted by expert and only experts that got a token
-are visited.
+chosen, which takes three operations; with many, or in bfloat16, where each expert's output is rounded before
+the sum, tokens are sorted by expert and only experts that got a token are visited.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class MixtureOfExperts(nn.Module):
 
     @property
     def dense(self) -> bool:
-        """Whether every expert is computed for every token."""
-        return self.experts <= _DENSE_UP_TO
+        """Whether every expert is computed for every token: they are few, and none rounds its own output."""
+        return self.experts <= _DENSE_UP_TO and self.w2.dtype is not torch.bfloat16
 
     def forward(
         self, x: Tensor, image: Tensor | None = None, forced: Tensor | None = None

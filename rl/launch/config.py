@@ -94,6 +94,8 @@ class EngineSection(Section):
             need. When they run out, requests wait and lose nothing.
         replay: how much of a prompt runs through the decoder: all (off), its last window (bounded), or all
             that its last window depends on (exact).
+        scales_every: in every so many-th forward pass block scales at their limits are counted
+            (`quant/rollout/...`); 0 never counts.
     """
 
     name: Literal["native"] = "native"
@@ -109,6 +111,7 @@ class EngineSection(Section):
     storage: Literal["dense", "packed"] = "dense"
     pages: int | None = Field(default=None, ge=1)
     replay: Literal["off", "bounded", "exact"] = "off"
+    scales_every: int = Field(default=200, ge=0)
 
     @model_validator(mode="after")
     def _pages_are_packed(self) -> Self:
@@ -197,7 +200,8 @@ class RunConfig(Section):
             )
         if self.engine.storage == "packed" and not self.trainer.fake_quant:
             raise ValueError(
-                "engine.storage=packed holds rounded keys: set trainer.fake_quant=true, or engine.storage=dense"
+                "engine.storage=packed holds rounded keys: set trainer.fake_quant=true, or "
+                "engine.storage=dense"
             )
         if self.trainer.temperature != self.engine.temperature:
             raise ValueError(

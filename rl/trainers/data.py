@@ -60,7 +60,8 @@ class Sample:
         truncated: whether tokens were cut off at the trainer's maximum.
         choices: what the sampler's forward pass chose, over n tokens, which the trainer's repeats.
         sampling_mask: what each of n tokens could have been; its log-probability is renormalised over that.
-        replay_starts: positions at which the sampler's windows (of encoder, of decoder) started anew.
+        replay_starts: (encoder, decoder) positions at which the sampler started its windows anew; the
+            trainer's tokens see no window keys before them.
     """
 
     token_ids: np.ndarray
@@ -138,7 +139,6 @@ def trajectory_samples(
                 effort=trajectory.key.effort,
                 config_version=config_version,
                 truncated=max_tokens is not None and len(ids) > max_tokens,
-                replay_starts=tuple(start for turn in branch for start in turn.replay_starts),
             )
         )
     return samples

@@ -124,8 +124,7 @@ class Learner:
         self.rl.recovered_groups = groups
 
     def _write_policy(self, folder: Path) -> None:
-        save_policy(self.policy, folder)
-        self._chat.save(folder)
+        save_policy(self.policy, folder, chat=self._chat)
 
 
 @asynccontextmanager

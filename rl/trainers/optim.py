@@ -1,7 +1,8 @@
 """Which parameter is optimised how: Muon for the matrices of the backbone, AdamW for all else, one schedule.
 
-Embeddings, the head, n-gram tables, the router and the stream mixers are no linear maps between hidden
-spaces, so they stay with AdamW, as do norms, sinks and scales.
+Embeddings, the head, the router and the stream mixers are no linear maps between hidden spaces, so they stay
+with AdamW, as do norms, sinks and scales; n-gram tables have an AdamW that touches only the rows that were
+read.
 """
 
 from __future__ import annotations
@@ -17,8 +18,13 @@ from torch import Tensor, nn
 
 from model.policy import Policy
 from rl.trainers.muon import Muon
+from rl.trainers.row_adamw import RowAdamW
 
+_TABLE = re.compile(r"engram\.embed\.weight$")
 _ADAMW_PATTERNS = (r"^embed\.", r"^head\.", r"engram\.(embed|q_weight|k_weight)", r"ffn\.gate\.", r"hc_\w+\.")
+
+_NORM_EPSILON = 1e-6
+"""Keeps the scale of a zero gradient finite, as in torch.nn.utils.clip_grad_norm_."""
 
 
 class OptimizerError(ValueError):
@@ -104,7 +110,11 @@ class Optimizer:
             {name: p.detach().view(self._views[name]) for name, p in matrices.items()},
             weight_decay=config.weight_decay,
         )
-        self._adamw_names = [name for name in self.parameters if name not in matrices]
+        tables = {name: p for name, p in self.parameters.items() if _TABLE.search(name)}
+        self._tables = RowAdamW(
+            tables, betas=config.betas, epsilon=config.epsilon, weight_decay=config.weight_decay
+        )
+        self._adamw_names = [name for name in self.parameters if name not in matrices and name not in tables]
         self._adamw = torch.optim.AdamW(
             self._adamw_groups(config.weight_decay),
             lr=config.learning_rate,
@@ -132,16 +142,19 @@ class Optimizer:
         Raises:
             OptimizerError: A gradient is not finite; names the parameters.
         """
-        norm = nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm).item()
+        values = {name: _values(p) for name, p in self.parameters.items() if p.grad is not None}
+        norm = nn.utils.get_total_norm(values.values()).item()
         if not math.isfinite(norm):
-            bad = [
-                n for n, p in self.parameters.items() if p.grad is not None and not p.grad.isfinite().all()
-            ]
+            bad = [name for name, grad in values.items() if not grad.isfinite().all()]
             raise OptimizerError(
                 f"the gradient is not finite (norm {norm}) in {', '.join(bad[:5]) or 'no single parameter'}"
                 f"{' and more' if len(bad) > 5 else ''}; the weights were not touched. Lower the learning "
                 "rate, or look at this step's samples"
             )
+        factor = self.config.max_grad_norm / (norm + _NORM_EPSILON)
+        if factor < 1:
+            for grad in values.values():
+                grad.mul_(factor)
         return norm
 
     def step(self, fraction: float) -> None:
@@ -149,6 +162,7 @@ class Optimizer:
         for group in self._adamw.param_groups:
             group["lr"] = self.config.learning_rate * fraction
         self._adamw.step()
+        self._tables.step(self.config.learning_rate * fraction)
         gradients = {
             name: grad.view(shape)
             for name, shape in self._views.items()
@@ -168,7 +182,11 @@ class Optimizer:
         for name in self._adamw_names:
             if state := self._adamw.state.get(self.parameters[name]):
                 adamw[name] = {key: value.clone() for key, value in state.items()}
-        return {"adamw": adamw, "muon": {name: m.clone() for name, m in self._muon.momenta.items()}}
+        return {
+            "adamw": adamw,
+            "muon": {name: m.clone() for name, m in self._muon.momenta.items()},
+            "tables": {name: rows.to_dict() for name, rows in self._tables.states.items()},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over momenta.
@@ -182,6 +200,11 @@ class Optimizer:
         _require_same(
             "adamw", stored, {n: self.parameters[n].shape for n in self._adamw_names if n in stored}
         )
+        tables = {name: rows["exp_avg"].shape for name, rows in state.get("tables", {}).items()}
+        own_tables = {name: rows.exp_avg.shape for name, rows in self._tables.states.items()}
+        _require_same("n-gram table", tables, own_tables)
+        for name, rows in self._tables.states.items():
+            rows.copy_(state["tables"][name])
         for name, momentum in state["muon"].items():
             self._muon.momenta[name].copy_(momentum)
         for name in self._adamw_names:
@@ -204,7 +227,22 @@ def _trainable(policy: Policy, frozen: tuple[str, ...], part: Part) -> dict[str,
             raise OptimizerError(
                 f"frozen pattern {pattern!r} matches no parameter; names look like {next(iter(named))}"
             )
-    return {n: p for n, p in named.items() if not any(re.search(pattern, n) for pattern in frozen)}
+    trained = {n: p for n, p in named.items() if not any(re.search(pattern, n) for pattern in frozen)}
+    for name in named.keys() - trained.keys():
+        if _TABLE.search(name):
+            # A sparse gradient grows with every backward pass, and nobody would clear this one.
+            named[name].requires_grad_(False)
+    return trained
+
+
+def _values(parameter: nn.Parameter) -> Tensor:
+    """The gradient of a parameter, or the values of a sparse one (made coalesced), to be changed in place."""
+    grad = parameter.grad
+    assert grad is not None
+    if not grad.is_sparse:
+        return grad
+    parameter.grad = grad.coalesce()
+    return parameter.grad.values()
 
 
 def _stacked(name: str, parameter: Tensor, policy: Policy, head_wise: bool) -> tuple[int, int, int]:

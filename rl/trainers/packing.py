@@ -30,7 +30,8 @@ class MicroBatch:
         indices: which samples of the batch these are, [N].
         choices: what to choose for the T tokens; None: all is free.
         sampling_mask: what the T tokens could have been; None: anything.
-        window_floors: [T, 2] first positions whose window keys a token sees; None: all of its window.
+        window_floors: int64 [T, 2], positions of its sample before which a token sees no window keys, in the
+            encoder and the decoder; None: no sampler lost a window.
     """
 
     token_ids: Tensor
@@ -105,12 +106,7 @@ def _collate(samples: Sequence[Sample], indices: tuple[int, ...], device: torch.
         return torch.from_numpy(joined).to(device=device, dtype=dtype)
 
     choices = Choices.join([sample.choices for sample in samples], lengths.tolist())
-    masks = [sample.sampling_mask for sample in samples]
-    mask = None
-    if any(m is not None for m in masks):
-        mask = SamplingMask.join(
-            [SamplingMask.none(len(s)) if m is None else m for m, s in zip(masks, samples, strict=True)]
-        )
+    mask, floors = _sampling_mask(samples), _window_floors(samples)
     return MicroBatch(
         token_ids=column("token_ids", torch.int64),
         cu_seqlens=torch.from_numpy(np.concatenate([[0], lengths.cumsum()])).to(device),
@@ -122,13 +118,17 @@ def _collate(samples: Sequence[Sample], indices: tuple[int, ...], device: torch.
         indices=indices,
         choices=None if choices is None else choices.to(device),
         sampling_mask=None if mask is None else mask.to(device),
-        window_floors=_window_floors(samples, device),
+        window_floors=None if floors is None else floors.to(device),
     )
 
 
-def _window_floors(samples: Sequence[Sample], device: torch.device) -> Tensor | None:
-    """Where the windows of each token start, if they start anew in any sample."""
-    if all(start == (0, 0) for sample in samples for start in sample.replay_starts):
+def _sampling_mask(samples: Sequence[Sample]) -> SamplingMask | None:
+    if all(sample.sampling_mask is None for sample in samples):
         return None
-    floors = [floors_from_starts(len(sample), sample.replay_starts) for sample in samples]
-    return torch.cat(floors).to(device)
+    return SamplingMask.join([sample.sampling_mask or SamplingMask.none(len(sample)) for sample in samples])
+
+
+def _window_floors(samples: Sequence[Sample]) -> Tensor | None:
+    if not any(sample.replay_starts for sample in samples):
+        return None
+    return torch.cat([floors_from_starts(len(sample), sample.replay_starts) for sample in samples])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from envs.types import Group
+from model.diagnostics.scales import ScaleMonitor
 from model.policy import Policy
 from rl.algorithms import AlgorithmConfig, LossInputs, objective
 from rl.trainers.base import Trainer
@@ -40,6 +41,7 @@ class RLConfig:
         balance_coef: weight of the sequence-level balance loss.
         indexer_coef: weight of the indexers' KL loss; 0 leaves the indexers untrained.
         draft: training of the drafter beside it.
+        scales_every: steps between counts of block scales at their limits (`quant/train/...`); 0: never.
     """
 
     steps: int = 200
@@ -51,9 +53,10 @@ class RLConfig:
     balance_coef: float = 0.0
     indexer_coef: float = 0.0
     draft: DraftConfig = field(default_factory=DraftConfig)
+    scales_every: int = 10
 
     def __post_init__(self) -> None:
-        require_at_least(self, 0, "steps", "balance_coef", "indexer_coef")
+        require_at_least(self, 0, "steps", "balance_coef", "indexer_coef", "scales_every")
         require_at_least(self, 1, "token_budget")
         if self.max_tokens is not None:
             require_at_least(self, 2, "max_tokens")
@@ -119,15 +122,24 @@ class RLTrainer(Trainer):
         )
         measures = Measures()
         updated: dict[str, float] = {}
+        scales: dict[str, float] = {}
         if batch.samples:
             self.policy.fake_quant = self.fake_quant
-            updated = self.update(self._accumulate(batch, measures))
+            load, scales = self._accumulate_and_count(batch, measures)
+            updated = self.update(load)
         self.steps += 1
         self.version = self.steps
         metrics = {**_dropped(batch.dropped), **measures.summary(), **updated, **batch.statistics()}
         metrics["updates"] = float(bool(batch.samples))
         drafted = {f"draft/{name}": value for name, value in self.update_drafter().items()}
-        return {f"train/{name}": value for name, value in metrics.items()} | drafted
+        return {f"train/{name}": value for name, value in metrics.items()} | scales | drafted
+
+    def _accumulate_and_count(self, batch: Batch, measures: Measures) -> tuple[Tensor, dict[str, float]]:
+        """`_accumulate`, and in every `scales_every`-th step what the forward passes rounded."""
+        if not self.config.scales_every or self.steps % self.config.scales_every:
+            return self._accumulate(batch, measures), {}
+        with ScaleMonitor(self.policy) as monitor:
+            return self._accumulate(batch, measures), monitor.metrics("train")
 
     def _accumulate(self, batch: Batch, measures: Measures) -> Tensor:
         """Adds up the gradients over the micro-batches; returns the expert load."""

@@ -22,6 +22,7 @@ FAMILIES: Mapping[str, str] = {
     "draft": "optimiser steps of reinforcement, beside which the drafter is trained",
     "opd": "optimiser steps of distillation",
     "sys": "optimiser steps of reinforcement",
+    "quant": "optimiser steps of reinforcement",
 }
 
 

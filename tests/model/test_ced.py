@@ -7,8 +7,9 @@ import torch
 from torch.nn import functional as F
 
 from model.batch import Trace, floors_from_starts
-from model.config import PolicyConfig
+from model.config import PolicyConfig, VisionConfig
 from model.policy import PackedTokens, Policy
+from model.vision import ImageTokens, TokenType
 
 NANO = PolicyConfig.preset("nano")
 TWO_DECODER_SOURCES = replace(
@@ -50,7 +51,7 @@ def key_state(cache, slot):
     """All compressed keys of a slot."""
     slots, length = torch.tensor([slot]), cache.length(slot)
     return {
-        (name, layer): store[layer].gather(slots, length // (2 if layer in cache.pending else 1)).dense()
+        (name, layer): store[layer].gather(slots, length // cache.ratios[layer]).dense()
         for name, store in (("main", cache.main), ("index", cache.index_keys))
         for layer in store
     }
@@ -213,3 +214,57 @@ def test_floors_that_do_not_fit_are_refused(nano, floors):
 def test_floors_are_the_latest_start():
     floors = floors_from_starts(6, [(0, 4), (0, 2), (3, 9)])
     assert floors.tolist() == [[0, 0], [0, 0], [0, 2], [3, 2], [3, 4], [3, 4]]
+
+
+def test_images_and_draft_features_follow_the_decoders_tokens():
+    vision = VisionConfig(
+        num_hidden_layers=1,
+        hidden_size=32,
+        num_attention_heads=2,
+        intermediate_size=32,
+        patch_size=4,
+        rope_theta=10000.0,
+        downsample_ratio=3,
+        max_image_tokens=64,
+        min_pixels=16,
+        max_wh_ratio=None,
+    )
+    config = replace(
+        TWO_DECODER_SOURCES,
+        vision=vision,
+        image_token_id=63,
+        num_nextn_predict_layers=1,
+        compress_ratios=(*TWO_DECODER_SOURCES.compress_ratios, 0),
+        dspark_block_size=3,
+        dspark_noise_token_id=62,
+        dspark_target_layer_ids=(3, 5),
+        dspark_markov_rank=8,
+        dspark_n_routed_experts=4,
+        dspark_num_experts_per_tok=2,
+    )
+    policy, ids = made(config), token_ids(50)
+    for block in policy.blocks:
+        torch.nn.init.normal_(block.ffn.gate.bias_vl)
+    types = torch.full((50,), -1)
+    span = torch.tensor([TokenType.START, *[TokenType.IMAGE] * 8, TokenType.NEWLINE, TokenType.END])
+    types[38:49], ids[38:49] = span, 63
+    rows = torch.randn(8, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    cache, trace, whole = policy.new_cache(1, 64), Trace(), Trace()
+    slot = cache.allocate()
+    with torch.inference_mode():
+        hidden = policy.extend(
+            cache,
+            torch.tensor([slot]),
+            ids[None],
+            torch.tensor([50]),
+            decode_from=torch.tensor([42]),
+            images=ImageTokens(types[None], rows),
+            trace=trace,
+        )
+        floors = floors_from_starts(50, [cache.floors(slot)])
+        images = ImageTokens(types, rows)
+        tokens = PackedTokens(ids, torch.tensor([0, 50]), images, window_floors=floors)
+        expected = policy(tokens, trace=whole).hidden
+    assert torch.allclose(hidden[0], expected[-1], atol=1e-4)
+    assert trace.values["main_hidden"].shape == (8, 2 * config.hidden_size)
+    assert torch.allclose(trace.values["main_hidden"], whole.values["main_hidden"][42:], atol=1e-4)

@@ -73,18 +73,15 @@ def test_taking_back_loses_what_was_overwritten():
 
 
 @pytest.mark.parametrize("storage", ["dense", "packed"])
-def test_copies_and_exports_are_the_same_bits(storage):
-    made, other = window(storage=storage), window(storage=storage)
+def test_copies_are_the_same_bits(storage):
+    made = window(storage=storage)
     rounded = round_window(torch.randn(BLOCKS, 1, 8, WIDTH, generator=torch.Generator().manual_seed(0)))
     made.append(torch.tensor([1]), rounded, torch.tensor([8]))
     made.copy(1, 2)
-    other.load(0, made.export(1))
     made.clear(1)
-    assert made.blocked(torch.tensor([1])).all()
-    for found in (made.gather(torch.tensor([2])), other.gather(torch.tensor([0]))):
-        places = torch.arange(3, 8) % 5
-        assert torch.equal(found[:, 0, places], rounded[:, 0, 3:])
-    assert torch.equal(made.blocked(torch.tensor([2])), other.blocked(torch.tensor([0])))
+    assert made.blocked(torch.tensor([1])).all() and not made.blocked(torch.tensor([2])).any()
+    places = torch.arange(3, 8) % 5
+    assert torch.equal(made.gather(torch.tensor([2]))[:, 0, places], rounded[:, 0, 3:])
 
 
 def test_packed_keys_take_a_byte_a_channel():

@@ -74,6 +74,32 @@ def test_chunks_of_the_head_keep_the_bits(policy, limit):
         assert torch.equal(outputs.logprobs.detach(), batch.logprobs)
 
 
+def test_a_turn_after_a_bounded_prefill_agrees_with_its_recorded_start(policy):
+    prompt, start = list(range(3, 43)), 40 - policy.config.sliding_window
+    columns = SamplingColumns.empty(1)
+    columns.set(0, SamplingParams(seed=7))
+    ids, logprobs, new = list(prompt), [], torch.tensor([prompt])
+    with torch.no_grad():
+        cache = policy.new_cache(1, 64)
+        slots = torch.tensor([cache.allocate()])
+        for _ in range(20):
+            lengths = torch.tensor([new.shape[1]])
+            hidden = policy.extend(cache, slots, new, lengths, decode_from=torch.tensor([start]))
+            drawn = sample(policy.logits(hidden), columns, np.array([len(ids)]))
+            logprobs.append(drawn.logprobs[0])
+            ids.append(int(drawn.token_ids[0]))
+            new = torch.tensor([ids[-1:]])
+        floors = cache.floors(int(slots[0]))
+    assert floors == (0, start)
+    trainer = RLTrainer(policy, RLConfig(fake_quant=False), AlgorithmConfig())
+    whole = as_sample(prompt, ids[40:], logprobs)
+    bounded = as_sample(prompt, ids[40:], logprobs, replay_starts=(floors,))
+    other = as_sample(PROMPTS[0], ids[40:], logprobs)
+    _, found, unaware = trainer.logprobs([other, bounded, whole])
+    assert np.array_equal(found, bounded.logprobs)
+    assert not np.array_equal(unaware, whole.logprobs)
+
+
 def decode_truncated(policy, prompt, seed, steps=16):
     """One sequence drawn under top-p and top-k, with choices and masks recorded: a sample to replay."""
     columns = SamplingColumns.empty(1)
