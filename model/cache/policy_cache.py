@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from model.cache.draft import DraftWindow
 from model.cache.main_kv import GroupCache, GroupStorage, PackedGroupCache
 from model.cache.pages import PageTable
 from model.cache.progress import Progress, Span
@@ -92,6 +93,10 @@ class PolicyCache:
         else:
             self._lay_out_pages(config, dtype, pages)
         self.pending = self._open_groups(config)
+        self.draft: DraftWindow | None = None
+        """What the drafter keeps; whoever drafts writes it."""
+        if config.num_nextn_predict_layers:
+            self.draft = DraftWindow(config, max_sequences, dtype, device, storage)
         self.reach = max(config.engram_max_ngram_size - 1, 0)
         """How many ids before a token its n-grams look back to."""
         entries = ring_size(self.reach, slack)
@@ -106,6 +111,8 @@ class PolicyCache:
             raise CacheFull(f"all {self.max_sequences} slots are taken: free one, or make the cache larger")
         slot = self._free.pop()
         self._progress[slot] = Progress()
+        if self.draft is not None:
+            self.draft.clear(slot)
         if self.pages is not None:
             self.pages.clear(slot)
         return slot
@@ -185,6 +192,8 @@ class PolicyCache:
         for pending in self.pending.values():
             pending[copy] = pending[slot]
         self.tail[copy] = self.tail[slot]
+        if self.draft is not None:
+            self.draft.copy(slot, copy)
         self._progress[copy] = replace(progress)
         return copy
 
@@ -231,6 +240,8 @@ class PolicyCache:
                 f"hold {self.slack} tokens beyond the window; fork before what may have to be undone"
             )
         progress.truncate(length)
+        if self.draft is not None:
+            self.draft.truncate(slot, length)
         if self.pages is not None:
             self.pages.shrink(slot, length)
 

@@ -52,6 +52,10 @@ def import_slot(cache: PolicyCache, state: Mapping[str, Tensor]) -> int:
 def _by_slot(cache: PolicyCache) -> dict[str, Tensor]:
     """Buffers with one row a slot."""
     windows = {f"{VERSION}.window": cache.windows.storage.transpose(0, 1), f"{VERSION}.tail": cache.tail}
+    if cache.draft is not None:
+        draft = {"keys": cache.draft.storage.transpose(0, 1), "first": cache.draft.first}
+        draft["next"] = cache.draft.next
+        windows |= {f"{VERSION}.draft.{name}": buffer for name, buffer in draft.items()}
     return windows | {f"{VERSION}.pending.{layer}": rows for layer, rows in cache.pending.items()}
 
 
