@@ -18,9 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from model.cache.prefix import PrefixStore
 from model.choices import Capture
 from model.engine.errors import BusySessionError, NonFiniteLogitsError, RequestError, StateError
 from model.engine.policy import Policy, Storage, as_tensors, check_state
+from model.engine.prefixes import Prefixes
 from model.engine.replay import ReplayRule
 from model.engine.requests import (
     Finish,
@@ -74,6 +76,8 @@ class Engine:
         capture: Keep the expert ids of every token.
         role: The work this engine takes.
         speculate: How to draft and check several tokens a step; None draws one. The policy needs a drafter.
+        prefix_store: Where requests find the beginnings of their histories, and turns leave theirs; made for
+            this engine's version, configuration and replay, and its storage is packed.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class Engine:
         capture: bool = False,
         role: Role = "all",
         speculate: Speculation | None = None,
+        prefix_store: PrefixStore | None = None,
     ) -> None:
         if max_requests < 1 or max_tokens < 2:
             raise ValueError(
@@ -118,7 +123,11 @@ class Engine:
         self._cache = self._new_cache()
         self._check_pages()
         rule = ReplayRule.of(self.replay, config)
-        self.scheduler = Scheduler(self._rows, self._cache, max_running=max_requests, rule=rule)
+        self._store = prefix_store
+        prefixes = None if prefix_store is None else self._prefixes(prefix_store, rule)
+        self.scheduler = Scheduler(
+            self._rows, self._cache, max_running=max_requests, rule=rule, prefixes=prefixes
+        )
         self.speculator: Speculator | None = None
         if speculate is not None:
             self.speculator = Speculator.open(policy, self._cache, speculate, max_requests)
@@ -254,6 +263,8 @@ class Engine:
         with torch.no_grad():
             self.policy.load_state_dict(tensors, strict=True)
         self.version = version
+        if self._store is not None:
+            self._store.set_version(version)
         if caches == "keep":
             self.scheduler.keep_caches()
             return
@@ -295,6 +306,14 @@ class Engine:
             options["pages"] = self._pages
         with torch.inference_mode():
             return self.policy.new_cache(self._rows.count, self._rows.context, **options)
+
+    def _prefixes(self, store: PrefixStore, rule: ReplayRule) -> Prefixes:
+        if store.fingerprint.version != self.version or self.storage != "packed":
+            raise ValueError(
+                f"a prefix store of version {store.fingerprint.version} does not fit an engine of version "
+                f"{self.version} with {self.storage} storage: give both the same version, and packed storage"
+            )
+        return Prefixes(store, self.policy, rule)
 
     def _check_pages(self) -> None:
         pages = self._cache.pages
