@@ -10,12 +10,13 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from model.cache.draft import DraftWindow
 from model.cache.main_kv import GroupCache, GroupStorage, PackedGroupCache
 from model.cache.pages import PageTable
 from model.cache.progress import Progress, Span
 from model.cache.records import INDEX, MAIN
 from model.cache.swa import PackedWindowRing, WindowRing, WindowStorage
-from model.cache.transfer import export_slot, import_slot
+from model.cache.transfer import check_slot, export_slot, import_slot
 from model.config import PolicyConfig
 from model.rows import CacheTarget, ring_size
 
@@ -98,6 +99,10 @@ class PolicyCache:
         else:
             self._lay_out_pages(config, dtype, pages)
         self.pending = self._open_groups(config)
+        self.draft: DraftWindow | None = None
+        """What the drafter keeps; whoever drafts writes it."""
+        if config.num_nextn_predict_layers:
+            self.draft = DraftWindow(config, max_sequences, dtype, device, storage)
         self.reach = max(config.engram_max_ngram_size - 1, 0)
         """How many ids before a token its n-grams look back to."""
         entries = ring_size(self.reach, slack)
@@ -112,6 +117,8 @@ class PolicyCache:
             raise CacheFull(f"all {self.max_sequences} slots are taken: free one, or make the cache larger")
         slot = self._free.pop()
         self._progress[slot] = Progress()
+        if self.draft is not None:
+            self.draft.clear(slot)
         if self.pages is not None:
             self.pages.clear(slot)
         return slot
@@ -188,6 +195,10 @@ class PolicyCache:
         """All that `slot` holds, to go on elsewhere with the same bits."""
         return export_slot(self, slot)
 
+    def check_slot(self, state: Mapping[str, Tensor]) -> int:
+        """Tokens of a state that `import_slot` would take. Raises ValueError when it would not."""
+        return check_slot(self, state).length
+
     def import_slot(self, state: Mapping[str, Tensor]) -> int:
         """A slot with what `export_slot` gave. Raises CacheFull, or ValueError for what does not fit."""
         return import_slot(self, state)
@@ -204,6 +215,8 @@ class PolicyCache:
         for pending in self.pending.values():
             pending[copy] = pending[slot]
         self.tail[copy] = self.tail[slot]
+        if self.draft is not None:
+            self.draft.copy(slot, copy)
         self._progress[copy] = replace(progress)
         return copy
 
@@ -250,6 +263,8 @@ class PolicyCache:
                 f"hold {self.slack} tokens beyond the window; fork before what may have to be undone"
             )
         progress.truncate(length)
+        if self.draft is not None:
+            self.draft.truncate(slot, length)
         if self.pages is not None:
             self.pages.shrink(slot, length)
 

@@ -40,7 +40,7 @@ def import_slot(cache: PolicyCache, state: Mapping[str, Tensor]) -> int:
         CacheFull: no slot or too few pages are free, or the sequence is too long; nothing has changed.
         ValueError: the state is of another layout version, or of a cache of another shape.
     """
-    progress = _checked(cache, state)
+    progress = check_slot(cache, state)
     slot = cache.take_over(progress)
     for name, buffer in by_slot(cache).items():
         buffer[slot] = state[name].to(cache.device)
@@ -52,6 +52,10 @@ def import_slot(cache: PolicyCache, state: Mapping[str, Tensor]) -> int:
 def by_slot(cache: PolicyCache) -> dict[str, Tensor]:
     """Buffers with one row a slot."""
     windows = {f"{VERSION}.window": cache.windows.storage.transpose(0, 1), f"{VERSION}.tail": cache.tail}
+    if cache.draft is not None:
+        draft = {"keys": cache.draft.storage.transpose(0, 1), "first": cache.draft.first}
+        draft["next"] = cache.draft.next
+        windows |= {f"{VERSION}.draft.{name}": buffer for name, buffer in draft.items()}
     return windows | {f"{VERSION}.pending.{layer}": rows for layer, rows in cache.pending.items()}
 
 
@@ -65,7 +69,8 @@ def _by_group(cache: PolicyCache) -> dict[str, tuple[GroupStorage, int]]:
     }
 
 
-def _checked(cache: PolicyCache, state: Mapping[str, Tensor]) -> Progress:
+def check_slot(cache: PolicyCache, state: Mapping[str, Tensor]) -> Progress:
+    """How far an exported sequence has come. Raises ValueError when it does not fit the cache."""
     names = {_PROGRESS, *by_slot(cache), *_by_group(cache)}
     if names != set(state):
         raise ValueError(

@@ -126,6 +126,10 @@ class Rows:
         last = self.token_ids[rows, self.length[rows] - 1]
         return (self.stops[rows] == last[:, None]).any(axis=1)
 
+    def is_stop(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Says which of `tokens` [n, C] are stop ids of `rows` [n], bool [n, C]."""
+        return (self.stops[rows][:, None, :] == tokens[:, :, None]).any(axis=2)
+
     def turn(self, row: int) -> Columns:
         """Returns a copy of what the row's turn has so far."""
         start, stop = int(self.start[row]), int(self.length[row])

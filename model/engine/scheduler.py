@@ -62,6 +62,10 @@ class Cache(Protocol):
         """Returns everything that is held of a slot."""
         ...
 
+    def check_slot(self, state: dict[str, Tensor]) -> int:
+        """Returns the tokens of an exported slot. Raises ValueError when it does not fit."""
+        ...
+
     def import_slot(self, state: dict[str, Tensor]) -> int:
         """Returns a new slot with what another cache exported."""
         ...
@@ -92,6 +96,8 @@ class Scheduler:
         self.evictions = 0
         self.preemptions = 0
         self.forks = 0
+        self.decode_tokens = 1
+        """The most tokens of a row that decodes in one step; where pages are short it is one."""
         self._rule, self._prefixes = rule, prefixes
         self._gathered = 0
         self._cache = cache
@@ -155,11 +161,17 @@ class Scheduler:
         """
         due = self._prefill_is_due(budget)
         while True:
-            plan = StepPlan(self.running, split_prefill(self.rows, self.prefilling, budget) if due else [])
-            if self._fits(*plan.flat()):
-                return plan
+            prefill = split_prefill(self.rows, self.prefilling, budget) if due else []
+            for each in sorted({self.decode_tokens, 1}, reverse=True):
+                plan = StepPlan(self.running, prefill, each)
+                if self._fits(*plan.flat(self.rows)):
+                    return plan
             if not self._evict():
                 self._give_way()
+
+    def go_on(self, rows: np.ndarray) -> None:
+        """Lets `rows` decode in the next step, besides those that do already."""
+        self.running = np.append(self.running, rows[~np.isin(rows, self.running)])
 
     def computed(self, rows: np.ndarray, shares: np.ndarray) -> np.ndarray:
         """Records computed tokens; returns which rows, bool [b], are complete and may be sampled from."""
