@@ -13,14 +13,6 @@ from model.engine.sampler import SamplingParams
 from model.policy import PackedTokens, Policy
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def policy():
     policy = Policy(PolicyConfig.preset("nano"))
