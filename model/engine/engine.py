@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from model.choices import Capture
-from model.engine.errors import BusySessionError, NonFiniteLogitsError, RequestError, StateError
+from model.engine.errors import BusySessionError, ImageError, NonFiniteLogitsError, RequestError, StateError
 from model.engine.policy import Policy, Storage, as_tensors, check_state
 from model.engine.replay import ReplayRule
 from model.engine.requests import (
@@ -95,6 +95,11 @@ class Engine:
                 f"an engine serves at least 1 request of 2 tokens, not {max_requests} of {max_tokens}"
             )
         check_role(role)
+        if storage == "packed" and not policy.fake_quant:
+            raise ValueError(
+                "packed storage holds rounded keys and needs fake_quant: set policy.fake_quant, or use "
+                "storage='dense'"
+            )
         count = max_requests + (max_requests if idle_sessions is None else idle_sessions)
         if role == "encode":
             count, max_tokens = 1, 2  # it holds no sequences
@@ -144,6 +149,7 @@ class Engine:
         """
         require(self.role, "prefill", "compute prompts")
         pending = check_request(self._next_id, request, vocab_size=self._vocab_size, context=self.context)
+        self._check_images(request)
         return self._take(pending)
 
     def abort(self, request_id: int) -> Finished | None:
@@ -203,6 +209,7 @@ class Engine:
         require(self.role, "decode", "sample the tokens of imported requests")
         _check_keep(caches)
         pending = unpack(state, self._next_id)
+        self._check_images(pending.request)
         checked = check_request(
             self._next_id, pending.request, vocab_size=self._vocab_size, context=self.context
         )
@@ -267,6 +274,13 @@ class Engine:
         self.counters.generated_tokens += output.token_ids.size
         self.counters.busy_seconds += time.perf_counter() - begin
         return output
+
+    def _check_images(self, request: Request) -> None:
+        if request.images is not None and self.policy.config.vision is None:
+            raise ImageError(
+                "the request has images and this policy has no image tower: its configuration lacks "
+                "vision_config"
+            )
 
     def _take(self, pending: Pending) -> int:
         session = pending.request.session
@@ -459,8 +473,8 @@ class Engine:
             raise StateError(f"{error}, or import the request with caches='recompute'") from error
         if not held == pending.cached < pending.history.size:
             raise StateError(
-                f"the state of a request says that {pending.cached} of {pending.history.size} tokens are in its "
-                f"caches, which hold {held}: it is damaged, export it again"
+                f"the state of a request says that {pending.cached} of {pending.history.size} tokens are in "
+                f"its caches, which hold {held}: it is damaged, export it again"
             )
 
 

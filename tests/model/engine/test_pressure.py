@@ -10,7 +10,6 @@ from model.engine.engine import Engine
 from model.engine.requests import Finish, Request
 from model.engine.sampler import SamplingParams
 from model.policy import Policy
-
 from tests.model.engine.scripted import PAGE_TOKENS, ScriptedPolicy
 
 CONTEXT = 32
