@@ -60,6 +60,21 @@ def floors_from_starts(length: int, starts: Sequence[tuple[int, int]]) -> Tensor
     return floors
 
 
+@dataclass(slots=True)
+class NewTokens:
+    """Asks `Policy.extend` for what it knows of each new token that the decoder ran, packed row after row.
+
+    Attributes:
+        hidden: [T, d] the head's input; None when the decoder ran none.
+        features: [T, 3 d] what a drafter reads; None as well when there is no drafter.
+        counts: [B] int64, how many of each row's last tokens these are.
+    """
+
+    hidden: Tensor | None = None
+    features: Tensor | None = None
+    counts: Tensor | None = None
+
+
 class Trace:
     """Keeps intermediate results by name, for comparison with a reference."""
 
@@ -80,6 +95,9 @@ class Batch:
         self.total = self.position.shape[0]
         self.image: Tensor | None = None
         """[T] bool, true on tokens of image spans; None: text only."""
+        self.keep_features = False
+        self.features: Tensor | None = None
+        """[T, 3 d] what the drafter reads, once the layers have run; kept when asked for or traced."""
         self.choices: Choices | None = None
         self.capture: Capture | None = None
         self._encoder: Batch | None = None

@@ -131,7 +131,7 @@ class PolicyConfig:
 
     @staticmethod
     def preset(name: str) -> PolicyConfig:
-        """The configuration called `name`: nano, pico or official. Raises ValueError for another name."""
+        """The configuration called `name`. Raises ValueError for an unknown name and lists the known ones."""
         from model.presets import preset
 
         return preset(name)

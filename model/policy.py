@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from model.balance import BALANCE_SPEED, balance_loss, expert_load, move_bias
-from model.batch import Batch, PackedTokens, Trace
+from model.batch import Batch, NewTokens, PackedTokens, Trace
 from model.cache.policy_cache import PolicyCache, Storage
 from model.cache.progress import Span
 from model.choices import FREE, Capture, Choices
@@ -58,6 +58,8 @@ class PolicyOutput:
     hidden: Tensor
     """[T, d], the head's input."""
     aux: PolicyAux
+    features: Tensor | None = None
+    """[T, 3 d] what the drafter reads; None unless asked for."""
 
 
 class Policy(nn.Module):
@@ -131,6 +133,7 @@ class Policy(nn.Module):
         tokens: PackedTokens,
         *,
         indexer_loss: bool | Variant = False,
+        features: bool = False,
         capture: Capture | None = None,
         trace: Trace | None = None,
     ) -> PolicyOutput:
@@ -140,6 +143,7 @@ class Policy(nn.Module):
             tokens: the documents.
             indexer_loss: also compute the indexers' training loss, over each token's own selection (True or
                 "sparse") or over everything selectable ("dense").
+            features: also return what the drafter reads.
             capture: where to keep what was chosen.
             trace: where to keep intermediate results.
 
@@ -147,6 +151,7 @@ class Policy(nn.Module):
             ValueError: `tokens.choices` were recorded over other tokens or with another configuration.
         """
         batch = Batch.of_documents(tokens, self.config.sliding_window, trace)
+        batch.keep_features = features
         batch.replay(self._checked(tokens.choices, batch), capture)
         supervision = None
         if indexer_loss:
@@ -164,7 +169,7 @@ class Policy(nn.Module):
             balance_loss=balance_loss(routings, tokens.cu_seqlens),
             indexer_loss=None if supervision is None else supervision.total(),
         )
-        return PolicyOutput(hidden, aux)
+        return PolicyOutput(hidden, aux, batch.features)
 
     def encode_image(self, patches: Tensor, grid: tuple[int, int]) -> Tensor:
         """[h * w, 3, p, p] patches of one image to the rows [M, d] of its image tokens."""
@@ -173,9 +178,11 @@ class Policy(nn.Module):
         return self.aligner(self.vision(patches, grid), grid)
 
     @in_own_mode
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[..., d] to float32 [..., V]."""
+    def logits(self, hidden: Tensor, *, frozen: bool = False) -> Tensor:
+        """[..., d] to float32 [..., V]; `frozen` sends no gradient to the head's weight."""
         weight: Tensor = self.head.weight  # pyright: ignore[reportAssignmentType]
+        if frozen:
+            weight = weight.detach()
         if hidden.dtype is torch.bfloat16:
             return matmul(hidden.float(), weight.float())
         return matmul(hidden, weight)
@@ -218,6 +225,7 @@ class Policy(nn.Module):
         decode_from: Tensor | None = None,
         replayed: Tensor | None = None,
         images: ImageTokens | None = None,
+        new: NewTokens | None = None,
         choices: Choices | None = None,
         capture: Capture | None = None,
         trace: Trace | None = None,
@@ -236,6 +244,7 @@ class Policy(nn.Module):
                 already (their windows were lost, see `PolicyCache.adopt`). They are the first ones, and are
                 known to the cache: this only checks that both agree.
             images: the images among the new tokens, with types [B, L].
+            new: where to put what is known of every new token, not of the last one alone.
             choices: what to choose for the new tokens, packed row after row.
             capture: where to keep what was chosen for them.
             trace: where to keep intermediate results.
@@ -262,6 +271,7 @@ class Policy(nn.Module):
         spans = cache.make_room(slot_list, length_list, None if decode_from is None else decode_from.tolist())
         self._check_spans(spans, None if replayed is None else replayed.tolist())
         batch = Batch.of_cached(cache, slots, spans, self.config.sliding_window, trace)
+        batch.keep_features = new is not None and self.mtp is not None
         batch.replay(self._checked(choices, batch), capture)
         row = batch.rows[0]
         packed = row.unpad(token_ids[:, : row.length])
@@ -273,10 +283,15 @@ class Policy(nn.Module):
         embedded = self._embed(packed, images)
         streams, weights, _ = self._run(embedded, batch, engram_rows, cache, options)
         cache.advance(slot_list, spans)
+        if new is not None:
+            new.counts = torch.tensor([span.decoded for span in spans], device=slots.device)
         if batch.decoder is None:
             return streams.new_zeros(len(slot_list), self.config.hidden_size)
         rows = batch.decoder.rows[0]
         last = fill(rows.last)
+        if new is not None:
+            new.hidden = self.norm(collapse(weights, streams))[: batch.decoder.total]
+            new.features = batch.features
         hidden = self.norm(collapse(weights[last], streams[last]))[: rows.count]
         if batch.decoder_rows is None:
             return hidden
@@ -328,7 +343,7 @@ class Policy(nn.Module):
         cache: PolicyCache | None,
         options: RunOptions,
     ) -> tuple[Tensor, Tensor, list[Routing]]:
-        n, whole = self.config.hc_mult, batch
+        n = self.config.hc_mult
         embedded, rows = fill(embedded), None if rows is None else fill(rows)
         for block in self.blocks:
             block.prefetch(rows)
@@ -340,9 +355,10 @@ class Policy(nn.Module):
         routings: list[Routing] = []
         chosen, capture = [], batch.capture
         features: list[Tensor] = []
+        whole, wanted = batch, batch.keep_features or batch.trace is not None
         for block in self.blocks:
             streams = block.inject(streams, batch, rows)
-            if batch.trace is not None and block.layer in self.config.dspark_target_layer_ids:
+            if wanted and block.layer in self.config.dspark_target_layer_ids:
                 features.append(streams.float().mean(1).to(streams.dtype))
             x = block.attention_input(streams, weights)
             if block.layer == self.config.decoder_start:
@@ -366,7 +382,8 @@ class Policy(nn.Module):
         if capture is not None:
             self._complete(capture, chosen)
         if features:
-            batch.record("main_hidden", torch.cat(features, dim=-1))
+            whole.features = torch.cat(features, dim=-1)[: batch.total]
+            whole.record("main_hidden", whole.features)
         return streams, weights, routings
 
     def _decoder_keys(

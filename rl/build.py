@@ -16,6 +16,7 @@ from model.chat import ChatFormat, load_chat, nano_chat
 from model.checkpoint import load_policy
 from model.config import PolicyConfig
 from model.diagnostics.scales import ScaleMonitor
+from model.engine.speculative import Speculation
 from model.policy import Policy
 from rl.engines.native import NativeEngine
 from rl.launch.config import RunConfig
@@ -47,6 +48,13 @@ def environment(config: RunConfig) -> Environment:
     return envs.registry.load(config.env.name, **config.env.options)
 
 
+def speculation(config: RunConfig) -> Speculation | None:
+    """Returns how the engine is to draft; None: not at all."""
+    if config.engine.speculate == "off":
+        return None
+    return Speculation(rule=config.engine.speculate, length=config.engine.draft_length)
+
+
 def use_threads(count: int) -> None:
     """Sets how many cores torch uses in this process."""
     torch.set_num_threads(max(count, 1))
@@ -70,6 +78,7 @@ async def open_generator(
         max_tokens=config.engine.max_tokens,
         on_step=log.on_step,
         caches=config.engine.kv_on_update,
+        speculate=speculation(config),
         storage=config.engine.storage,
         pages=config.engine.pages,
         replay=config.engine.replay,

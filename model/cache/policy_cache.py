@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import lcm
 from typing import Literal, get_args
@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from model.cache.draft import DraftWindow
 from model.cache.main_kv import GroupCache, GroupStorage, PackedGroupCache
 from model.cache.pages import PageTable
 from model.cache.progress import Progress, Span
@@ -25,6 +26,12 @@ Storage = Literal["dense", "packed"]
 SLACK = 8
 """Tokens that can be taken back unless a cache is made with another number."""
 _PAGE_TOKENS = 64
+
+
+def tokens_of_page(config: PolicyConfig) -> int:
+    """Tokens of a page: whole groups of every layer."""
+    whole = lcm(*(config.ratio(layer) for layer in config.kv_source_layer_ids))
+    return -(-_PAGE_TOKENS // whole) * whole
 
 
 class CacheFull(ValueError):
@@ -92,6 +99,10 @@ class PolicyCache:
         else:
             self._lay_out_pages(config, dtype, pages)
         self.pending = self._open_groups(config)
+        self.draft: DraftWindow | None = None
+        """What the drafter keeps; whoever drafts writes it."""
+        if config.num_nextn_predict_layers:
+            self.draft = DraftWindow(config, max_sequences, dtype, device, storage)
         self.reach = max(config.engram_max_ngram_size - 1, 0)
         """How many ids before a token its n-grams look back to."""
         entries = ring_size(self.reach, slack)
@@ -106,11 +117,19 @@ class PolicyCache:
             raise CacheFull(f"all {self.max_sequences} slots are taken: free one, or make the cache larger")
         slot = self._free.pop()
         self._progress[slot] = Progress()
+        if self.draft is not None:
+            self.draft.clear(slot)
         if self.pages is not None:
             self.pages.clear(slot)
         return slot
 
-    def adopt(self, length: int, resume: int | None = None, tail_ids: Tensor | None = None) -> int:
+    def adopt(
+        self,
+        length: int,
+        resume: int | None = None,
+        tail_ids: Tensor | None = None,
+        held: Sequence[int | None] | None = None,
+    ) -> int:
         """A slot for a sequence of which the caller has the compressed keys alone.
 
         Its windows are lost. The tokens from `resume` on have to be given to `extend` again: those before
@@ -122,6 +141,7 @@ class PolicyCache:
             resume: first token that will be run again; None: `length`, no replay.
             tail_ids: compressed ids (`Policy.look_back_ids`) of the tokens before `resume`, the last of them
                 last; at least `reach` where there are as many.
+            held: see `take_over`.
 
         Raises:
             CacheFull: no slot is free, the sequence does not fit, or pages run out.
@@ -139,25 +159,35 @@ class PolicyCache:
                 f"n-grams look back {self.reach} tokens from position {resume}: give tail_ids of the tokens "
                 f"before it, got {known}"
             )
-        slot = self.take_over(Progress(length=length, encoded=resume, floor=resume, peak=length, base=length))
+        progress = Progress(length=length, encoded=resume, floor=resume, peak=length, base=length)
+        slot = self.take_over(progress, held)
         if tail_ids is not None and self.reach:
             last = tail_ids[-min(self.reach, known) :]
             positions = torch.arange(resume - last.shape[0], resume, device=self.device)
             self.tail[slot, positions % self.tail.shape[1]] = last.to(self.device)
         return slot
 
-    def take_over(self, progress: Progress) -> int:
+    def take_over(self, progress: Progress, held: Sequence[int | None] | None = None) -> int:
         """A slot with room for a sequence that has come as far as `progress`; the caller fills it in.
+
+        Args:
+            progress: of the sequence.
+            held: packed only: pages that hold its compressed keys already, in order; None for a fresh one.
 
         Raises:
             CacheFull: no slot is free, the sequence does not fit, or pages run out; nothing has changed.
         """
+        if progress.length > self.max_tokens:
+            raise CacheFull(
+                f"a sequence of {progress.length} tokens does not fit: slots have room for {self.max_tokens}"
+            )
+        if self.pages is not None:
+            held = [None] * -(-progress.length // self.pages.page_tokens) if held is None else held
+            if (missing := self.pages.taken(held)) > self.pages.free_pages:
+                raise _out_of_pages(missing, self.pages)
         slot = self.allocate()
-        try:
-            self.make_room([slot], [progress.length])
-        except CacheFull:
-            self.free(slot)
-            raise
+        if self.pages is not None and held is not None:
+            self.pages.lay(slot, held)
         self._progress[slot] = replace(progress)
         return slot
 
@@ -185,6 +215,8 @@ class PolicyCache:
         for pending in self.pending.values():
             pending[copy] = pending[slot]
         self.tail[copy] = self.tail[slot]
+        if self.draft is not None:
+            self.draft.copy(slot, copy)
         self._progress[copy] = replace(progress)
         return copy
 
@@ -231,6 +263,8 @@ class PolicyCache:
                 f"hold {self.slack} tokens beyond the window; fork before what may have to be undone"
             )
         progress.truncate(length)
+        if self.draft is not None:
+            self.draft.truncate(slot, length)
         if self.pages is not None:
             self.pages.shrink(slot, length)
 
@@ -280,10 +314,7 @@ class PolicyCache:
     def _reserve(self, pages: PageTable, slots: list[int], new: list[int]) -> None:
         held = [self.length(slot) for slot in slots]
         if (missing := pages.missing(slots, held, new)) > pages.free_pages:
-            raise CacheFull(
-                f"{missing} pages are needed and {pages.free_pages} are free: "
-                "free a sequence, or give the cache more pages"
-            )
+            raise _out_of_pages(missing, pages)
         if copies := pages.reserve(slots, held, new):
             source, target = torch.tensor(copies, device=self.device).unbind(1)
             for group_cache in (*self.main.values(), *self.index_keys.values()):
@@ -306,7 +337,7 @@ class PolicyCache:
             )
 
     def _lay_out_pages(self, config: PolicyConfig, dtype: torch.dtype, pages: int | None) -> None:
-        page_tokens = -(-_PAGE_TOKENS // self.whole_groups) * self.whole_groups
+        page_tokens = tokens_of_page(config)
         per_slot = -(-self.max_tokens // page_tokens)
         count = self.max_sequences * per_slot if pages is None else pages
         self.pages = PageTable(self.max_sequences, per_slot, count, page_tokens, self.device)
@@ -330,3 +361,10 @@ class PolicyCache:
             for layer, ratio in self.ratios.items()
             if ratio > 1
         }
+
+
+def _out_of_pages(missing: int, pages: PageTable) -> CacheFull:
+    return CacheFull(
+        f"{missing} pages are needed and {pages.free_pages} are free: "
+        "free a sequence, or give the cache more pages"
+    )

@@ -27,7 +27,7 @@ def export_slot(cache: PolicyCache, slot: int) -> dict[str, Tensor]:
     """Copies of all that `slot` holds, by name."""
     progress = cache.progress(slot)
     state = {_PROGRESS: torch.tensor(astuple(progress))}
-    state |= {name: buffer[slot] for name, buffer in _by_slot(cache).items()}
+    state |= {name: buffer[slot] for name, buffer in by_slot(cache).items()}
     for name, (store, ratio) in _by_group(cache).items():
         state[name] = store.read_slot(slot, progress.length // ratio)
     return {name: value.clone() for name, value in state.items()}
@@ -42,16 +42,20 @@ def import_slot(cache: PolicyCache, state: Mapping[str, Tensor]) -> int:
     """
     progress = check_slot(cache, state)
     slot = cache.take_over(progress)
-    for name, buffer in _by_slot(cache).items():
+    for name, buffer in by_slot(cache).items():
         buffer[slot] = state[name].to(cache.device)
     for name, (store, _) in _by_group(cache).items():
         store.write_slot(slot, state[name].to(cache.device))
     return slot
 
 
-def _by_slot(cache: PolicyCache) -> dict[str, Tensor]:
+def by_slot(cache: PolicyCache) -> dict[str, Tensor]:
     """Buffers with one row a slot."""
     windows = {f"{VERSION}.window": cache.windows.storage.transpose(0, 1), f"{VERSION}.tail": cache.tail}
+    if cache.draft is not None:
+        draft = {"keys": cache.draft.storage.transpose(0, 1), "first": cache.draft.first}
+        draft["next"] = cache.draft.next
+        windows |= {f"{VERSION}.draft.{name}": buffer for name, buffer in draft.items()}
     return windows | {f"{VERSION}.pending.{layer}": rows for layer, rows in cache.pending.items()}
 
 
@@ -67,7 +71,7 @@ def _by_group(cache: PolicyCache) -> dict[str, tuple[GroupStorage, int]]:
 
 def check_slot(cache: PolicyCache, state: Mapping[str, Tensor]) -> Progress:
     """How far an exported sequence has come. Raises ValueError when it does not fit the cache."""
-    names = {_PROGRESS, *_by_slot(cache), *_by_group(cache)}
+    names = {_PROGRESS, *by_slot(cache), *_by_group(cache)}
     if names != set(state):
         raise ValueError(
             f"this is not the state of a slot of such a cache (layout {VERSION}): missing "
@@ -78,7 +82,7 @@ def check_slot(cache: PolicyCache, state: Mapping[str, Tensor]) -> Progress:
     progress = Progress(*state[_PROGRESS].tolist())
     if not 0 <= progress.encoded <= progress.length <= progress.peak or progress.decoded > progress.length:
         raise ValueError(f"the state of a slot contradicts itself: {progress}; export it anew")
-    for name, buffer in _by_slot(cache).items():
+    for name, buffer in by_slot(cache).items():
         _fit(name, state[name], tuple(buffer.shape[1:]), buffer.dtype)
     for name, (store, ratio) in _by_group(cache).items():
         _fit(name, state[name], store.slot_shape(progress.length // ratio), store.storage.dtype)

@@ -18,9 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from model.cache.prefix import PrefixStore
 from model.choices import Capture
 from model.engine.errors import BusySessionError, ImageError, NonFiniteLogitsError, RequestError, StateError
 from model.engine.policy import Policy, Storage, as_tensors, check_state
+from model.engine.prefixes import Prefixes
 from model.engine.replay import ReplayRule
 from model.engine.requests import (
     Finish,
@@ -33,8 +35,9 @@ from model.engine.requests import (
 )
 from model.engine.roles import Role, check_role, require
 from model.engine.rows import Rows
-from model.engine.sampler import Sampled, sample
+from model.engine.sampler import sample
 from model.engine.scheduler import Cache, Scheduler
+from model.engine.speculative import Drawn, Speculation, Speculator
 from model.engine.state import RequestState, pack, unpack
 from model.replay import Replay
 from model.vision import ImageTokens, TokenType
@@ -72,6 +75,9 @@ class Engine:
             None: as the policy is set.
         capture: Keep the expert ids of every token.
         role: The work this engine takes.
+        speculate: How to draft and check several tokens a step; None draws one. The policy needs a drafter.
+        prefix_store: Where requests find the beginnings of their histories, and turns leave theirs; made for
+            this engine's version, configuration and replay, and its storage is packed.
     """
 
     def __init__(
@@ -89,6 +95,8 @@ class Engine:
         exact: bool | None = None,
         capture: bool = False,
         role: Role = "all",
+        speculate: Speculation | None = None,
+        prefix_store: PrefixStore | None = None,
     ) -> None:
         if max_requests < 1 or max_tokens < 2:
             raise ValueError(
@@ -120,7 +128,15 @@ class Engine:
         self._cache = self._new_cache()
         self._check_pages()
         rule = ReplayRule.of(self.replay, config)
-        self.scheduler = Scheduler(self._rows, self._cache, max_running=max_requests, rule=rule)
+        self._store = prefix_store
+        prefixes = None if prefix_store is None else self._prefixes(prefix_store, rule)
+        self.scheduler = Scheduler(
+            self._rows, self._cache, max_running=max_requests, rule=rule, prefixes=prefixes
+        )
+        self.speculator: Speculator | None = None
+        if speculate is not None:
+            self.speculator = Speculator.open(policy, self._cache, speculate, max_requests)
+            self.scheduler.decode_tokens = self.speculator.slots + 1
         self._sessions: dict[str, int] = {}
         self._ended: list[Finished] = []
         self._next_id = 0
@@ -254,6 +270,8 @@ class Engine:
         with torch.no_grad():
             self.policy.load_state_dict(tensors, strict=True)
         self.version = version
+        if self._store is not None:
+            self._store.set_version(version)
         if caches == "keep":
             self.scheduler.keep_caches()
             return
@@ -265,11 +283,11 @@ class Engine:
         begin = time.perf_counter()
         ended, self._ended = self._ended, []
         with torch.inference_mode():
-            rows, hidden = np.zeros(0, np.int64), []
+            parts, clean = [], True
             if not self.paused:
                 self.scheduler.admit()
-                rows, hidden = self._compute()
-            output = self._sample(rows, hidden, ended)
+                parts, clean = self._compute()
+            output = self._record(parts, clean, ended)
         self.counters.steps += 1
         self.counters.generated_tokens += output.token_ids.size
         self.counters.busy_seconds += time.perf_counter() - begin
@@ -303,6 +321,14 @@ class Engine:
         with torch.inference_mode():
             return self.policy.new_cache(self._rows.count, self._rows.context, **options)
 
+    def _prefixes(self, store: PrefixStore, rule: ReplayRule) -> Prefixes:
+        if store.fingerprint.version != self.version or self.storage != "packed":
+            raise ValueError(
+                f"a prefix store of version {store.fingerprint.version} does not fit an engine of version "
+                f"{self.version} with {self.storage} storage: give both the same version, and packed storage"
+            )
+        return Prefixes(store, self.policy, rule)
+
     def _check_pages(self) -> None:
         pages = self._cache.pages
         needed = 0 if pages is None else -(-self.context // pages.page_tokens)
@@ -312,13 +338,18 @@ class Engine:
                 "give the engine more pages, or a shorter context"
             )
 
-    def _compute(self) -> tuple[np.ndarray, list[Tensor]]:
-        """Prefills and decodes; returns the rows to sample [n] and their hidden states, in the same order."""
-        plan = self.scheduler.plan(self._prefill_tokens)
-        rows, hidden = [plan.decoding], []
-        if plan.decoding.size:
-            hidden.append(self._extend(plan.decoding, np.ones_like(plan.decoding)))
-            self._rows.cached[plan.decoding] += 1
+    def _compute(self) -> tuple[list[Drawn], bool]:
+        """Prefills, decodes and samples; returns what was drawn, and whether all caches hold is finite.
+
+        Rows that speculate draw several tokens: the first ones are one part, the second ones the next.
+        """
+        plan, parts, clean = self.scheduler.plan(self._prefill_tokens), [], True
+        rows, hidden, decoding = [], [], plan.decoding
+        if decoding.size and self.speculator is not None:
+            parts, clean = self.speculator.step(self._rows, decoding, plan.each - 1, self._capture)
+        elif decoding.size:
+            rows, hidden = [decoding], [self._extend(decoding, np.ones_like(decoding))]
+            self._rows.cached[decoding] += 1
         for batch, shares in plan.prefill:
             states = self._extend(batch, shares, self._decode_from(batch))
             self.counters.prefilled_tokens += int(shares.sum())
@@ -326,7 +357,12 @@ class Engine:
                 started = self.scheduler.start(int(batch[i]))
                 rows.append(np.array(started, np.int64))
                 hidden.append(states[i : i + 1].expand(len(started), -1))
-        return np.concatenate(rows), hidden
+        if rows:
+            every = np.concatenate(rows)
+            logits = self.policy.logits(hidden[0] if len(hidden) == 1 else torch.cat(hidden))
+            drawn = sample(logits, self._rows.sampling.take(every), self._rows.length[every])
+            parts, clean = [*parts, Drawn(every, drawn)], clean and bool(drawn.finite.all())
+        return parts, clean
 
     def _decode_from(self, rows: np.ndarray) -> Tensor | None:
         """[b] where the decoder starts in rows that are prefilled."""
@@ -347,7 +383,8 @@ class Engine:
         capture = Capture() if self._capture else None
         if capture is not None:
             options["capture"] = capture
-        hidden = self.policy.extend(
+        extend = self.policy.extend if self.speculator is None else self.speculator.extend
+        hidden = extend(
             self._cache,
             self._to_device(table.slot[rows]),
             self._to_device(ids.astype(np.int64)),
@@ -378,50 +415,37 @@ class Engine:
     def _to_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)
 
-    def _sample(self, rows: np.ndarray, hidden: list[Tensor], ended: list[Finished]) -> StepOutput:
-        if not rows.size:
-            nothing, ids = np.zeros(0, np.float32), np.zeros(0, np.int64)
-            return StepOutput(ids, ids, nothing, nothing, self.version, ended, np.zeros(0, np.uint8))
-        logits = self.policy.logits(hidden[0] if len(hidden) == 1 else torch.cat(hidden))
-        drawn = sample(logits, self._rows.sampling.take(rows), self._rows.length[rows])
-        if failed := not drawn.finite.all():
-            ended += [self._fail(int(row)) for row in rows[~drawn.finite]]
-            rows, drawn = rows[drawn.finite], drawn.take(drawn.finite)
-        output = self._record(rows, drawn, ended)
-        if failed:
+    def _record(self, parts: list[Drawn], clean: bool, ended: list[Finished]) -> StepOutput:
+        outputs = [self._append(part, ended) for part in parts]
+        if not clean:
             # NaN in storage outlives its sequence: a masked entry still enters products as 0 * NaN.
             self._cache = self._new_cache()
             self.scheduler.recompute(self._cache)
-        return output
+            if self.speculator is not None:
+                self.speculator.attach(self._cache)
+        return StepOutput.join(outputs, self.version, ended)
 
-    def _record(self, rows: np.ndarray, drawn: Sampled, ended: list[Finished]) -> StepOutput:
+    def _append(self, part: Drawn, ended: list[Finished]) -> StepOutput:
         """Appends what was drawn, ends the turns it completes, and says what the other rows do next."""
-        table = self._rows
+        table, rows, drawn = self._rows, part.rows, part.drawn
+        table.cached[rows] += part.advance
+        if not drawn.finite.all():
+            ended += [self._fail(int(row)) for row in rows[~drawn.finite]]
+            rows, drawn = rows[drawn.finite], drawn.take(drawn.finite)
         states, experts = table.state(rows), table.last_experts(rows)
         table.append(rows, drawn, self.version)
         ids = table.request_id[rows]
         stopped = table.stopped(rows)
         done = stopped | (table.length[rows] >= table.limit[rows])
-        ready = ()
-        self.scheduler.running = rows[~done]
+        ready, going = (), rows[~done]
         if self.role == "prefill":
-            ready = tuple(ids[~done].tolist())
+            ready, going = tuple(ids[~done].tolist()), going[:0]
             self.scheduler.ready += rows[~done].tolist()
-            self.scheduler.running = np.zeros(0, np.int64)
+        self.scheduler.go_on(going)
         for row, stop in zip(rows[done].tolist(), stopped[done].tolist(), strict=True):
             ended.append(self._end(row, Finish.STOP if stop else Finish.LENGTH))
-        return StepOutput(
-            ids,
-            drawn.token_ids,
-            drawn.logprobs,
-            drawn.full_logprobs,
-            self.version,
-            ended,
-            states,
-            experts,
-            drawn.kept,
-            ready,
-        )
+        columns = (ids, drawn.token_ids, drawn.logprobs, drawn.full_logprobs)
+        return StepOutput(*columns, self.version, ended, states, experts, drawn.kept, ready)
 
     def _end(self, row: int, finish: Finish, error: RequestError | None = None) -> Finished:
         session = self._rows.session[row]

@@ -12,14 +12,19 @@ from model.engine.rows import Rows
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Rows that decode a token each, int64 [n], and batches of rows [b] with their tokens to prefill [b]."""
+    """Rows that decode, int64 [n], and batches of rows [b] with their tokens to prefill [b].
+
+    A row that decodes has room for `each` tokens: the last one and drafts that follow it.
+    """
 
     decoding: np.ndarray
     prefill: list[tuple[np.ndarray, np.ndarray]]
+    each: int = 1
 
-    def flat(self) -> tuple[list[int], list[int]]:
-        """All rows of the step and their new tokens."""
-        rows, new = self.decoding.tolist(), [1] * self.decoding.size
+    def flat(self, table: Rows) -> tuple[list[int], list[int]]:
+        """All rows of the step and their new tokens at most."""
+        rows = self.decoding.tolist()
+        new = np.minimum(self.each, (table.limit - table.length)[self.decoding]).tolist()
         for batch, shares in self.prefill:
             rows += batch.tolist()
             new += shares.tolist()

@@ -39,6 +39,10 @@ class Policy(Protocol):
         """Returns float32 logits [B, V]."""
         ...
 
+    def look_back_ids(self, token_ids: Tensor, image: Tensor | None = None) -> Tensor:
+        """Returns what n-grams see of the tokens [n] before a sequence is resumed; image: bool [n]."""
+        ...
+
     def encode_image(self, patches: Tensor, grid: tuple[int, int]) -> Tensor:
         """Returns the embedding rows [M, d] of an image."""
         ...

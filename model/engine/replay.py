@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, get_args
 
 import numpy as np
@@ -22,6 +23,19 @@ Floor = tuple[int, int]
 """First positions whose window keys the encoder and the decoder see."""
 
 NO_FLOOR: Floor = (0, 0)
+
+
+class Bound(IntEnum):
+    """What the floors planned for a row are owed to."""
+
+    NOTHING = 0
+    """Nothing was sampled under them, or it is not known what was: other floors do as well."""
+    PAST = 1
+    """The session's earlier turns were sampled under them."""
+    TURN = 2
+    """Tokens of this very turn were sampled under them; the rest is to be as if nothing had been lost."""
+
+
 _MOST_REMEMBERED = 1 << 16
 
 
@@ -58,6 +72,11 @@ class ReplayRule:
         if before is None:
             return (0, begin)
         return before if begin <= sampled else (before[0], begin)
+
+    def length(self, floor: Floor, size: int) -> int:
+        """The length for which the decoder's start in `floor` was planned, in a sequence of `size` tokens."""
+        # However long, a prefill leaves the decoder the same number of tokens.
+        return min(size, floor[1] + size - decode_from(self.config, self.mode, size))
 
     def recorded(self, floor: Floor) -> Floor:
         """What training has to know of a floor: what lies below an exact replay's changes nothing."""

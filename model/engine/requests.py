@@ -119,6 +119,29 @@ class StepOutput:
     sampling_mask: SamplingMask | None = None
     ready: tuple[int, ...] = ()
 
+    @staticmethod
+    def join(parts: Sequence[StepOutput], version: int, finished: list[Finished]) -> StepOutput:
+        """Several parts of one step as one; a request may have tokens in several, in order."""
+        if len(parts) == 1:
+            return parts[0]
+        nothing = [np.zeros(0, kind) for kind in (np.int64, np.int64, np.float32, np.float32)]
+        columns = [(p.request_ids, p.token_ids, p.logprobs, p.full_logprobs) for p in parts]
+        ids, tokens, own, full = (np.concatenate(column) for column in zip(nothing, *columns, strict=True))
+        states = np.concatenate([np.zeros(0, np.uint8), *(part.states for part in parts)])
+        experts = [part.expert_ids for part in parts if part.expert_ids is not None]
+        masks = [part.sampling_mask for part in parts]
+        mask = None
+        if any(one is not None for one in masks):
+            mask = SamplingMask.join(
+                [
+                    SamplingMask.none(part.token_ids.size) if mask is None else mask
+                    for mask, part in zip(masks, parts, strict=True)
+                ]
+            )
+        ready = tuple(number for part in parts for number in part.ready)
+        chosen = np.concatenate(experts) if experts else None
+        return StepOutput(ids, tokens, own, full, version, finished, states, chosen, mask, ready)
+
 
 @dataclass(slots=True)
 class Pending:

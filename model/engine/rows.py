@@ -10,7 +10,7 @@ import numpy as np
 
 from model.choices import FREE, SamplingMask
 from model.engine.columns import Columns, ContextState, ExpertIds
-from model.engine.replay import NO_FLOOR, Floor, Past
+from model.engine.replay import NO_FLOOR, Bound, Floor, Past
 from model.engine.requests import Pending, Request
 from model.engine.sampler import Sampled, SamplingColumns
 
@@ -45,6 +45,8 @@ class Rows:
         self.sampling = SamplingColumns.empty(count)
         self.session: list[str] = [""] * count
         self.request: list[Request | None] = [None] * count
+        self.bound = np.full(count, Bound.NOTHING, np.int8)
+        """What `floor` is owed to while the row has no caches yet."""
         self.floor: list[Floor] = [NO_FLOOR] * count
         self.starts: list[tuple[Floor, ...]] = [()] * count
         """What the turn records of its prefills."""
@@ -105,6 +107,7 @@ class Rows:
     def inherit(self, row: int, leader: int) -> None:
         """Makes `row` say of its history what `leader`, which computed it for both, says."""
         self.cached[row], self.mixed[row] = self.cached[leader], self.mixed[leader]
+        self.replayed[row] = self.replayed[leader]
         if self.expert_ids is not None:
             known, size = self.expert_ids[row], int(self.cached[leader])
             np.copyto(known[:size], self.expert_ids[leader, :size], where=known[:size] == FREE)
@@ -122,6 +125,10 @@ class Rows:
         """Says which rows have a stop id as their last token, bool [n]."""
         last = self.token_ids[rows, self.length[rows] - 1]
         return (self.stops[rows] == last[:, None]).any(axis=1)
+
+    def is_stop(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Says which of `tokens` [n, C] are stop ids of `rows` [n], bool [n, C]."""
+        return (self.stops[rows][:, None, :] == tokens[:, :, None]).any(axis=2)
 
     def turn(self, row: int) -> Columns:
         """Returns a copy of what the row's turn has so far."""

@@ -133,7 +133,7 @@ def sample(logits: Tensor, columns: SamplingColumns, positions: np.ndarray) -> S
     allowed = _truncate(logprobs, columns, greedy)
     kept = None if allowed is None else truncated_logprobs(scaled, allowed)
     draws = torch.from_numpy(uniforms(columns.seed, positions)).to(logits.device)
-    tokens = _invert(logprobs if kept is None else kept, draws)
+    tokens = invert(logprobs if kept is None else kept, draws)
     if greedy.any():
         mask = torch.from_numpy(greedy).to(logits.device)
         tokens = torch.where(mask, logits.argmax(dim=1), tokens)
@@ -148,7 +148,48 @@ def _column(values: np.ndarray, like: Tensor) -> Tensor:
     return torch.from_numpy(values).to(like.device, like.dtype)[:, None]
 
 
-def _invert(logprobs: Tensor, draws: Tensor) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """What a batch is sampled from.
+
+    Attributes:
+        sampled: float32 [B, V], log-probabilities of the distribution that tokens are drawn from:
+            tempered and truncated; of a greedy row, 0 for the most likely id and -inf elsewhere.
+        reported: float32 [B, V], the same, but of a greedy row under temperature 1.
+        full: float32 [B, V], tempered without truncation.
+        finite: bool [B].
+        allowed: bool [B, V], what top-k and top-p left; None when no row is truncated.
+    """
+
+    sampled: Tensor
+    reported: Tensor
+    full: Tensor
+    finite: Tensor
+    allowed: Tensor | None
+
+    def report(self, rows: Tensor, tokens: Tensor) -> Sampled:
+        """What `sample` says when it draws `tokens` [n] in `rows` [n]."""
+        own, full = torch.stack((self.reported[rows, tokens], self.full[rows, tokens])).cpu().numpy()
+        kept = None if self.allowed is None else SamplingMask.of_allowed(self.allowed[rows].cpu())
+        return Sampled(tokens.cpu().numpy(), own, full, self.finite[rows].cpu().numpy(), kept)
+
+
+def distribution(logits: Tensor, columns: SamplingColumns) -> Distribution:
+    """What `sample` draws from, for float32 logits [B, V] and the parameters of the rows."""
+    greedy = columns.temperature == 0.0
+    temperature = np.where(greedy, 1.0, columns.temperature)
+    scaled = logits if (temperature == 1.0).all() else logits / _column(temperature, logits)
+    full = truncated_logprobs(scaled, None)
+    allowed = _truncate(full, columns, greedy)
+    sampled = reported = full if allowed is None else truncated_logprobs(scaled, allowed)
+    if greedy.any():
+        certain = torch.full_like(logits, -torch.inf).scatter_(1, logits.argmax(1, keepdim=True), 0.0)
+        mask = torch.from_numpy(greedy).to(logits.device)
+        sampled = torch.where(mask[:, None], certain, sampled)
+    return Distribution(sampled, reported, full, full.amax(dim=1).isfinite(), allowed)
+
+
+def invert(logprobs: Tensor, draws: Tensor) -> Tensor:
     """Returns the first id whose cumulative probability exceeds the draw, int64 [B].
 
     Cumulated in float64, and draws have 48 bits, so the draw times the total stays below the total: an id of

@@ -21,13 +21,18 @@ import numpy as np
 from torch import Tensor
 
 from model.engine.plan import StepPlan, split_prefill
-from model.engine.replay import NO_FLOOR, Floor, Memory, Past, ReplayRule
+from model.engine.prefixes import Prefixes, Wanted
+from model.engine.replay import NO_FLOOR, Bound, Floor, Memory, Past, ReplayRule
 from model.engine.requests import Pending
 from model.engine.rows import NO_SLOT, Rows
 
 # A call of the policy has a fixed cost, for small policies that of decoding about a hundred rows. Rows that
 # need little prefill are therefore gathered for a few steps, unless they are a good part of all rows.
 _GATHER_STEPS = 4
+
+
+Key = tuple[object, ...]
+"""What rows that share caches have in common."""
 
 
 class Cache(Protocol):
@@ -72,7 +77,15 @@ class Scheduler:
     `running` rows decode, `prefilling` rows are being computed, `ready` rows wait to be handed over.
     """
 
-    def __init__(self, rows: Rows, cache: Cache, *, max_running: int, rule: ReplayRule) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        cache: Cache,
+        *,
+        max_running: int,
+        rule: ReplayRule,
+        prefixes: Prefixes | None = None,
+    ) -> None:
         self.rows = rows
         self.max_running = max_running
         self.waiting: deque[Pending] = deque()
@@ -83,13 +96,16 @@ class Scheduler:
         self.evictions = 0
         self.preemptions = 0
         self.forks = 0
-        self._rule = rule
+        self.decode_tokens = 1
+        """The most tokens of a row that decodes in one step; where pages are short it is one."""
+        self._rule, self._prefixes = rule, prefixes
         self._gathered = 0
         self._cache = cache
         self._free = list(range(rows.count - 1, -1, -1))
         self._idle: OrderedDict[str, int] = OrderedDict()
         self._row_of: dict[int, int] = {}
-        self._leaders: dict[tuple[object, ...], int] = {}
+        self._leaders: dict[Key, int] = {}
+        self._keys: dict[int, Key] = {}
         self._followers: dict[int, list[int]] = {}
 
     @property
@@ -145,11 +161,17 @@ class Scheduler:
         """
         due = self._prefill_is_due(budget)
         while True:
-            plan = StepPlan(self.running, split_prefill(self.rows, self.prefilling, budget) if due else [])
-            if self._fits(*plan.flat()):
-                return plan
+            prefill = split_prefill(self.rows, self.prefilling, budget) if due else []
+            for each in sorted({self.decode_tokens, 1}, reverse=True):
+                plan = StepPlan(self.running, prefill, each)
+                if self._fits(*plan.flat(self.rows)):
+                    return plan
             if not self._evict():
                 self._give_way()
+
+    def go_on(self, rows: np.ndarray) -> None:
+        """Lets `rows` decode in the next step, besides those that do already."""
+        self.running = np.append(self.running, rows[~np.isin(rows, self.running)])
 
     def computed(self, rows: np.ndarray, shares: np.ndarray) -> np.ndarray:
         """Records computed tokens; returns which rows, bool [b], are complete and may be sampled from."""
@@ -163,6 +185,7 @@ class Scheduler:
         for follower in followers:
             self.rows.slot[follower] = self._cache.fork(int(self.rows.slot[row]))
             self.rows.inherit(follower, row)
+            self._set_floor(follower, self.rows.floor[row], self.rows.before[follower])
             self.forks += 1
         return [row, *followers]
 
@@ -170,6 +193,7 @@ class Scheduler:
         """Ends the service of a row; with `keep` its caches stay for the session's next turn."""
         complete = self._withdraw_row(row)
         if keep and complete and self.rows.cached[row] > 0:
+            self._keep(row)
             self._idle[self.rows.session[row]] = row
             return
         if keep:
@@ -233,9 +257,9 @@ class Scheduler:
         if pending.caches is not None:
             self._restore(row, pending)
             return
-        leader = self._leaders.setdefault(self._key(row), row)
-        if leader == row:
-            self._lead(row)
+        key = self._key(row)
+        if (leader := self._leaders.get(key)) is None:
+            self._lead(row, key)
         else:
             self._followers.setdefault(leader, []).append(row)
 
@@ -262,6 +286,8 @@ class Scheduler:
             unknown = request.continues and known is None
             replayed = rule.mode == "bounded" and unknown and floor != NO_FLOOR
         self.rows.replayed[row] = replayed
+        turn = pending.floor is not None or bool(starts)
+        self.rows.bound[row] = Bound.TURN if turn else Bound.NOTHING if past is None else Bound.PAST
         self._set_floor(row, floor, before)
 
     def _set_floor(self, row: int, floor: Floor, before: Past | None) -> None:
@@ -282,24 +308,47 @@ class Scheduler:
         else:
             self.prefilling.append(row)
 
-    def _lead(self, row: int) -> None:
-        self.rows.slot[row] = self._cache.allocate()
+    def _lead(self, row: int, key: Key) -> None:
+        """Makes a row the one that computes what all rows of `key` have in common."""
+        self._leaders[key], self._keys[row] = row, key
+        begun = None if self._prefixes is None else self._prefixes.begin(self._cache, self._wanted(row))
+        if begun is None:
+            self.rows.slot[row] = self._cache.allocate()
+        else:
+            self.rows.slot[row], self.rows.cached[row] = begun.slot, begun.cached
+            self.rows.replayed[row] = begun.replayed
+            self._set_floor(row, begun.floor, self.rows.before[row])
         self.prefilling.append(row)
+
+    def _wanted(self, row: int) -> Wanted:
+        rows, request = self.rows, self.rows.request[row]
+        assert request is not None
+        tokens = rows.token_ids[row, : rows.length[row]]
+        return Wanted(tokens, request.images, rows.floor[row], Bound(rows.bound[row]))
+
+    def _keep(self, row: int) -> None:
+        """Leaves the caches of a row to the prefix store, unless earlier weights had a part in them."""
+        if self._prefixes is not None and not self.rows.mixed[row]:
+            request = self.rows.request[row]
+            assert request is not None
+            slot = int(self.rows.slot[row])
+            self._prefixes.keep(self._cache, slot, self.rows.token_ids[row], request.images)
 
     def _hand_over(self, row: int) -> None:
         """Makes the first follower of a row that gives up the one that computes."""
+        key = self._keys.get(row)
         if followers := self._unlead(row):
-            self._leaders[self._key(row)] = followers[0]
+            assert key is not None
             self._followers[followers[0]] = followers[1:]
-            self._lead(followers[0])
+            self._lead(followers[0], key)
 
     def _unlead(self, row: int) -> list[int]:
         """Ends a row's leadership, if it has one, and returns those that waited for it."""
-        if self._leaders.get(key := self._key(row)) == row:
+        if (key := self._keys.pop(row, None)) is not None:
             del self._leaders[key]
         return self._followers.pop(row, [])
 
-    def _key(self, row: int) -> tuple[object, ...]:
+    def _key(self, row: int) -> Key:
         """What rows have in common that can share caches."""
         request, tokens = self.rows.request[row], self.rows.token_ids[row, : self.rows.length[row]]
         assert request is not None
@@ -337,8 +386,11 @@ class Scheduler:
         """Whether there are pages for `new` tokens in `rows`, and `more` pages."""
         if (pages := self._cache.pages) is None:
             return True
-        slots = self.rows.slot[rows].tolist()
-        missing = pages.missing(slots, [self._cache.length(slot) for slot in slots], new)
+        slots, cached = self.rows.slot[rows].tolist(), self.rows.cached[rows].tolist()
+        held = [self._cache.length(slot) for slot in slots]
+        # Tokens that only get their windows anew lie on pages already.
+        grown = [max(0, c + n - h) for c, n, h in zip(cached, new, held, strict=True)]
+        missing = pages.missing(slots, held, grown)
         return missing + more <= pages.free_pages
 
     def _make_room_for(self, pending: Pending) -> bool:
@@ -382,7 +434,8 @@ class Scheduler:
         assert len(holders) > 1, "a cache has pages for one full sequence"
         row = self._row_of[max(holders)]
         self.waiting.appendleft(self.suspended(row))
-        self._withdraw_row(row)
+        if self._withdraw_row(row):
+            self._keep(row)
         self._drop(row)
         self.preemptions += 1
 

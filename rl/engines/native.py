@@ -23,6 +23,7 @@ from model.engine.engine import Engine as ModelEngine
 from model.engine.errors import RequestError
 from model.engine.policy import Policy, Storage
 from model.engine.requests import Finished, Request, StepOutput
+from model.engine.speculative import Speculation
 from model.engine.state import RequestState
 from model.replay import Replay
 from rl.engines.base import Completion, EngineError, GenerateRequest, StepFrame, StepListener
@@ -56,6 +57,7 @@ class NativeEngine:
         version: The version of the policy's weights.
         idle_sessions: How many sessions keep caches between turns (default: `max_requests`).
         caches: What a weight swap does with the caches.
+        speculate: How to draft and check several tokens a step; None draws one.
         storage, pages, replay, exact, capture: As `model.engine.engine.Engine` takes them.
     """
 
@@ -69,6 +71,7 @@ class NativeEngine:
         version: int = 0,
         idle_sessions: int | None = None,
         caches: Literal["keep", "recompute"] = "keep",
+        speculate: Speculation | None = None,
         storage: Storage | None = None,
         pages: int | None = None,
         replay: Replay | None = None,
@@ -82,6 +85,7 @@ class NativeEngine:
             max_tokens=max_tokens,
             idle_sessions=idle_sessions,
             version=version,
+            speculate=speculate,
             storage=storage,
             pages=pages,
             replay=replay,
@@ -169,9 +173,15 @@ class NativeEngine:
             await asyncio.to_thread(self._thread.join)
 
     def stats(self) -> dict[str, float]:
-        """Counters since start: steps, tokens generated and prefilled, busy seconds; requests right now."""
+        """Counters since start: steps, tokens generated and prefilled, busy seconds; requests right now.
+
+        With speculation also single requests' steps, drafts checked, and drafts accepted.
+        """
         counters, scheduler = self._engine.counters, self._engine.scheduler
+        speculator = self._engine.speculator
+        drafts = {} if speculator is None else speculator.counters.summary()
         return {
+            **drafts,
             "steps": float(counters.steps),
             "generated_tokens": float(counters.generated_tokens),
             "prefilled_tokens": float(counters.prefilled_tokens),

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from model.config import PolicyConfig
 from rewards.length import LengthPenaltyConfig
 from rl.algorithms.config import AlgorithmConfig
 from rl.rollout.config import RolloutConfig
@@ -84,6 +85,9 @@ class EngineSection(Section):
     """The inference engine and how it samples. `max_tokens` bounds a whole sequence.
 
     Attributes:
+        speculate: whether the drafter's proposals are checked several tokens at a time, and the rule by which
+            they are accepted: `rejection` accepts most, `coupled` gives the very tokens of plain decoding.
+        draft_length: drafts checked a step and request; null follows measured costs.
         storage: of the caches: floats, or packed records on pages (smaller; on a CPU slower, see
             `benchmarks.engine`; needs trainer.fake_quant).
         pages: packed only: pages of compressed keys for all sequences together; none: as many as they can
@@ -102,6 +106,8 @@ class EngineSection(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
     kv_on_update: Literal["keep", "recompute"] = "keep"
+    speculate: Literal["off", "rejection", "coupled"] = "off"
+    draft_length: int | None = Field(default=None, ge=1)
     storage: Literal["dense", "packed"] = "dense"
     pages: int | None = Field(default=None, ge=1)
     replay: Literal["off", "bounded", "exact"] = "off"
@@ -186,6 +192,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         self.rollout.check_group_size(self.algorithm.group_size)
+        self._check_drafter()
         if self.engine.max_completion_tokens >= self.engine.max_tokens:
             raise ValueError(
                 f"engine.max_completion_tokens={self.engine.max_completion_tokens} leaves no room for a "
@@ -217,3 +224,13 @@ class RunConfig(Section):
                 "or lower the first"
             )
         return self
+
+    def _check_drafter(self) -> None:
+        trained = self.trainer.draft.anchors or self.sft.draft.anchors
+        if self.model.path or not (trained or self.engine.speculate != "off"):
+            return
+        if not PolicyConfig.preset(self.model.preset).num_nextn_predict_layers:
+            raise ValueError(
+                f"model.preset={self.model.preset} has no drafter to speculate with or to train; take "
+                "model=nano_draft, or leave engine.speculate=off and the drafts' anchors at 0"
+            )

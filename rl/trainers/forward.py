@@ -27,12 +27,16 @@ class TokenOutputs:
         entropy: [T] float32, entropy of the distribution it was drawn from, in nats.
         correct: [T] bool, whether it is the most likely token.
         aux: expert load and auxiliary losses.
+        hidden: [T, d] the head's input.
+        features: [T, 3 d] what a drafter reads; None unless asked for.
     """
 
     logprobs: Tensor
     entropy: Tensor
     correct: Tensor
     aux: PolicyAux
+    hidden: Tensor
+    features: Tensor | None
 
 
 def token_outputs(
@@ -41,20 +45,21 @@ def token_outputs(
     *,
     temperature: float = 1.0,
     indexer_loss: bool | Variant = False,
+    features: bool = False,
     logits_limit: int = CHUNK_ELEMENTS,
 ) -> TokenOutputs:
     """Runs the policy over a micro-batch."""
     tokens = PackedTokens(
         batch.token_ids, batch.cu_seqlens, choices=batch.choices, window_floors=batch.window_floors
     )
-    output = policy(tokens, indexer_loss=indexer_loss)
+    output = policy(tokens, indexer_loss=indexer_loss, features=features)
     positions = batch.loss_mask.nonzero()[:, 0]
     labels = batch.token_ids[positions]
     mask = None if batch.sampling_mask is None else batch.sampling_mask.take(positions)
     hidden = output.hidden[positions - 1]
     columns = head_outputs(policy, hidden, labels, temperature, logits_limit, mask)
     logprobs, entropy, correct = (_scatter(column, positions, len(batch.token_ids)) for column in columns)
-    return TokenOutputs(logprobs, entropy, correct, output.aux)
+    return TokenOutputs(logprobs, entropy, correct, output.aux, output.hidden, output.features)
 
 
 def head_outputs(

@@ -10,6 +10,7 @@ from envs.types import FinishReason
 from model.config import PolicyConfig
 from model.engine.errors import ContextOverflowError, EmptyPromptError, NonFiniteLogitsError, StateError
 from model.engine.sampler import SamplingParams
+from model.engine.speculative import Speculation
 from model.policy import Policy
 from rl.engines.base import Completion, Engine, EngineError, GenerateRequest
 from rl.engines.native import EngineClosedError, NativeEngine
@@ -78,6 +79,23 @@ async def test_concurrent_requests_get_what_each_gets_alone(engine):
     assert stats["generated_tokens"] == 2 * 8 * 12
     assert stats["running"] == stats["waiting"] == 0
     assert stats["busy_seconds"] > 0 and 12 <= stats["steps"] <= 2 * 8 * 13
+
+
+@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+async def test_with_drafts_frames_hold_several_tokens_of_a_session_in_order(rule):
+    policy, frames = Policy(PolicyConfig.preset("nano_draft")), []
+    policy.reset_parameters(1)
+    speculate = Speculation(rule=rule, length=5)
+    engine = NativeEngine(policy, max_requests=4, max_tokens=64, on_step=frames.append, speculate=speculate)
+    requests = [request(f"s{i}", range(1, 2 + i), seed=i, temperature=0.0) for i in range(4)]
+    done = await asyncio.gather(*(engine.generate(r) for r in requests))
+    for one, completion in zip(requests, done, strict=True):
+        own = [(frame, k) for frame in frames for k, s in enumerate(frame.sessions) if s == one.session]
+        assert tuple(int(frame.token_ids[k]) for frame, k in own) == completion.token_ids
+        assert tuple(float(frame.logprobs[k]) for frame, k in own) == completion.logprobs
+    stats = engine.stats()
+    assert 0 < stats["drafts.accepted"] <= stats["drafts.checked"] and stats["drafts.steps"] < 4 * 12
+    await engine.close()
 
 
 async def test_frames_come_in_the_engines_thread_and_before_the_tokens():
