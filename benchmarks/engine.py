@@ -89,8 +89,8 @@ def in_turns(actions: list[Callable[[], object]], rounds: int, repeats: int = 1)
 
 def decode_speed(policy: Policy, batch: int) -> list[float]:
     """Tokens/s of the engine on dense and on packed caches, and of the policy alone on dense ones."""
-    steps = [_decoding(policy, batch, storage).step for storage in ("dense", "packed")]
-    steps.append(_Bare(policy, batch).step)
+    engines = [_decoding(policy, batch, storage) for storage in ("dense", "packed")]
+    steps: list[Callable[[], object]] = [*(engine.step for engine in engines), _Bare(policy, batch).step]
     for step in steps:
         for _ in range(_WARM_UP):
             step()
@@ -177,8 +177,8 @@ def main() -> int:
             dense, packed, bare = decode_speed(policy, batch)
             ratio = dense / bare
             print(
-                f"batch {batch:3d}: engine {dense:6.0f} tokens/s on dense caches, {packed:6.0f} on packed ones, "
-                f"policy alone {bare:6.0f}, overhead {1e3 * batch * (1 / dense - 1 / bare):.2f} ms a step",
+                f"batch {batch:3d}: engine {dense:6.0f} tokens/s on dense caches, {packed:6.0f} on packed "
+                f"ones, policy alone {bare:6.0f}, overhead {1e3 * batch * (1 / dense - 1 / bare):.2f} ms a step",
                 flush=True,
             )
             figures.append(
