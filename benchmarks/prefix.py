@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.kv_bytes import CacheBytes, measure
-from benchmarks.prefix_times import LENGTH, Times, measure_times
+from benchmarks.prefix_times import LENGTH, Times, measure_engine, measure_times
 from model.cache.page_keys import Fingerprint
 from model.cache.policy_cache import PolicyCache
 from model.cache.prefix import PrefixStats, PrefixStore, PrefixTiers
@@ -207,9 +207,14 @@ def main() -> int:
         lengths = trace.run(options.sessions)
         reuse = print_trace(trace, lengths, [store.stats() for store in trace.stores])
         speedup = print_times(measure_times(memory / "times", disk / "times"))
+        cold, hit = measure_engine(memory / "engine")
     finally:
         shutil.rmtree(memory)
         shutil.rmtree(disk)
+    print(
+        f"engine, first token of a session of 2048 tokens from another engine: cold {cold * 1e3:.0f} ms, "
+        f"hit {hit * 1e3:.0f} ms, {cold / hit:.1f} times as fast"
+    )
     on_disk, in_pool = sessions_per_gb(measure(PolicyConfig.preset("official")), lengths)
     print(f"released policy, sessions of these lengths in a GB: {on_disk:.1f} of keys, {in_pool:.0f} tails")
     figures = {"reuse": reuse, "speedup": speedup, "sessions": on_disk}

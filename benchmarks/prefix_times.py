@@ -15,6 +15,9 @@ from model.cache.page_keys import Fingerprint
 from model.cache.policy_cache import PolicyCache
 from model.cache.prefix import PrefixStore, PrefixTiers
 from model.config import PolicyConfig
+from model.engine.engine import Engine
+from model.engine.requests import Request
+from model.engine.sampler import SamplingParams
 from model.policy import Policy
 
 LENGTH, _NEW, _REPEATS = 4096, 16, 5
@@ -130,3 +133,30 @@ def measure_times(host_folder: Path, disk_folder: Path) -> Times:
         }
         computed = machine.seconds(machine.computed, lambda: machine.forget(pages=False, windows=False))
     return Times(computed, loaded)
+
+
+def measure_engine(host_folder: Path, length: int = 2048) -> tuple[float, float]:
+    """Median seconds to a first token after `length` tokens, in an engine that computes or finds them.
+
+    The finding engine meets them for the first time too: another one left keys and windows in host memory.
+    """
+    config = PolicyConfig.preset("nano")
+    policy = Policy(config)
+    policy.fake_quant = True
+    tiers = PrefixTiers(host_folder=host_folder, host_bytes=1 << 26)
+    fingerprint = Fingerprint.of(config, model="times", version=0, tokenizer="times", numerics={})
+    sampling = SamplingParams(max_tokens=1, stop_ids=frozenset())
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for repeat in range(_REPEATS):
+        ids = random.Random(repeat).choices(range(64), k=length)
+        for times in seconds:
+            store = PrefixStore(fingerprint, tiers, config=config, replay="bounded")
+            engine = Engine(policy, max_requests=1, max_tokens=length + 32, prefix_store=store)
+            begin = time.perf_counter()
+            engine.submit(Request("session", ids, sampling))
+            while engine.has_work:
+                engine.step()
+            times.append(time.perf_counter() - begin)
+            ids = [*ids, *ids[:_NEW]]
+    cold, hit = map(statistics.median, seconds)
+    return cold, hit

@@ -85,8 +85,9 @@ def progress_of(state: dict[str, Tensor]) -> Progress:
 
 
 def fits(cache: PolicyCache, state: dict[str, Tensor]) -> bool:
-    """Whether a tail comes from a cache with rings of the same size."""
-    return all(state[name].shape == place.shape for name, place in places(cache, 0).items())
+    """Whether a tail comes from a cache with the same rings."""
+    here = places(cache, 0)
+    return here.keys() <= state.keys() and all(state[name].shape == here[name].shape for name in here)
 
 
 def restore_tail(cache: PolicyCache, slot: int, state: dict[str, Tensor]) -> None:

@@ -203,6 +203,15 @@ def test_windows_are_never_written_to_disk(tiers, clock, tmp_path):
         replace(tiers, host_folder=tmp_path)
 
 
+def test_a_tail_of_other_rings_is_as_good_as_lost(tiers, clock):
+    ours = store(tiers, clock)
+    save(ours, cache(), IDS[:300])
+    other = PolicyCache(NANO, 1, 600, torch.float32, torch.device("cpu"), "packed", 40, slack=3)
+    loaded = ours.load(other, ours.lookup(IDS[:301]), none_before)
+    assert (loaded.global_tokens, loaded.replay) == (256, REPLAY)
+    check(other, loaded.slot, IDS[:256], tail=False)
+
+
 def test_windows_stay_under_their_share_of_memory(tiers, clock):
     ours = store(replace(tiers, memory_bytes=1 << 20), clock)
     for i in range(40):
