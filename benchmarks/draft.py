@@ -80,6 +80,8 @@ class Player:
             max_tokens=_CONTEXT,
             idle_sessions=0,
             prefill_tokens=8192,
+            storage="dense",
+            replay="off",
             speculate=speculate,
         )
         pace, turns = Pace(), []

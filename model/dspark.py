@@ -21,7 +21,7 @@ from model.cache.draft import DraftWindow
 from model.config import PolicyConfig
 from model.layers.attend import as_bias, attend
 from model.layers.attention import Attention
-from model.layers.exact import fill
+from model.layers.exact import fill, matmul
 from model.layers.hyper_connections import HyperConnection, collapse, mix
 from model.layers.linear import Linear
 from model.layers.moe import MixtureOfExperts, Routing
@@ -57,7 +57,7 @@ class MarkovHead(nn.Module):
         table: Tensor = self.embed.weight  # pyright: ignore[reportAssignmentType]
         head: Tensor = self.head.weight  # pyright: ignore[reportAssignmentType]
         embedded = F.embedding(previous, table)
-        return embedded, F.linear(embedded.float(), head.float())
+        return embedded, matmul(embedded.float(), head.float())
 
 
 class DraftBlock(nn.Module):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from model.cache.prefix import PrefixStore
 from model.choices import Capture
-from model.engine.errors import BusySessionError, NonFiniteLogitsError, RequestError, StateError
+from model.engine.errors import BusySessionError, ImageError, NonFiniteLogitsError, RequestError
 from model.engine.policy import Policy, Storage, as_tensors, check_state
 from model.engine.prefixes import Prefixes
 from model.engine.replay import ReplayRule
@@ -38,9 +38,9 @@ from model.engine.rows import Rows
 from model.engine.sampler import sample
 from model.engine.scheduler import Cache, Scheduler
 from model.engine.speculative import Drawn, Speculation, Speculator
-from model.engine.state import RequestState, pack, unpack
+from model.engine.state import RequestState, check_caches, pack, unpack
 from model.replay import Replay
-from model.vision import ImageTokens, TokenType
+from model.vision import ImageTokens
 
 Keep = Literal["keep", "recompute"]
 """What to do with caches that other weights computed."""
@@ -103,6 +103,11 @@ class Engine:
                 f"an engine serves at least 1 request of 2 tokens, not {max_requests} of {max_tokens}"
             )
         check_role(role)
+        if storage == "packed" and not policy.fake_quant:
+            raise ValueError(
+                "packed storage holds rounded keys and needs fake_quant: set policy.fake_quant, or use "
+                "storage='dense'"
+            )
         count = max_requests + (max_requests if idle_sessions is None else idle_sessions)
         if role == "encode":
             count, max_tokens = 1, 2  # it holds no sequences
@@ -160,6 +165,7 @@ class Engine:
         """
         require(self.role, "prefill", "compute prompts")
         pending = check_request(self._next_id, request, vocab_size=self._vocab_size, context=self.context)
+        self._check_images(request)
         return self._take(pending)
 
     def abort(self, request_id: int) -> Finished | None:
@@ -219,12 +225,13 @@ class Engine:
         require(self.role, "decode", "sample the tokens of imported requests")
         _check_keep(caches)
         pending = unpack(state, self._next_id)
+        self._check_images(pending.request)
         checked = check_request(
             self._next_id, pending.request, vocab_size=self._vocab_size, context=self.context
         )
         if caches == "recompute":
             pending.caches, pending.cached = None, 0
-        self._check_import(state, pending)
+        check_caches(state, pending, self._cache, self._fingerprint(), self.storage)
         pending.history = checked.history
         pending.mixed |= pending.caches is not None and state.header.get("version") != self.version
         request_id = self._take(pending)
@@ -285,6 +292,13 @@ class Engine:
         self.counters.generated_tokens += output.token_ids.size
         self.counters.busy_seconds += time.perf_counter() - begin
         return output
+
+    def _check_images(self, request: Request) -> None:
+        if request.images is not None and self.policy.config.vision is None:
+            raise ImageError(
+                "the request has images and this policy has no image tower: its configuration lacks "
+                "vision_config"
+            )
 
     def _take(self, pending: Pending) -> int:
         session = pending.request.session
@@ -364,8 +378,8 @@ class Engine:
         ids = table.token_ids[rows[:, None], np.minimum(offsets, table.context - 1)]
         if decode_from is not None:
             options["decode_from"] = decode_from
-        if (images := self._images(rows, shares)) is not None:
-            options["images"] = images
+        if (images := table.images(rows, shares)) is not None:
+            options["images"] = ImageTokens(images.types.to(self._device), images.rows.to(self._device))
         capture = Capture() if self._capture else None
         if capture is not None:
             options["capture"] = capture
@@ -381,22 +395,6 @@ class Engine:
             assert capture.expert_ids is not None
             table.capture(rows, shares, capture.expert_ids.cpu().numpy())
         return hidden
-
-    def _images(self, rows: np.ndarray, shares: np.ndarray) -> ImageTokens | None:
-        """The images among the next tokens of rows, None where there is none."""
-        types = torch.full((rows.size, int(shares.max())), int(TokenType.TEXT))
-        parts = []
-        for i, (row, share) in enumerate(zip(rows.tolist(), shares.tolist(), strict=True)):
-            request, begin = self._rows.request[row], int(self._rows.cached[row])
-            if request is None or request.images is None or begin >= request.images.types.shape[0]:
-                continue
-            held = request.images.types[begin : begin + share]
-            first = int((request.images.types[:begin] == TokenType.IMAGE).sum())
-            types[i, : held.shape[0]] = held
-            parts.append(request.images.rows[first : first + int((held == TokenType.IMAGE).sum())])
-        if not (types >= 0).any():
-            return None
-        return ImageTokens(types.to(self._device), torch.cat(parts).to(self._device))
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)
@@ -462,30 +460,6 @@ class Engine:
         """What a policy has to have in common with another for caches to mean the same."""
         described = f"{self.policy.config!r} fake_quant={self.policy.fake_quant}"
         return hashlib.sha256(described.encode()).hexdigest()[:16]
-
-    def _check_import(self, state: RequestState, pending: Pending) -> None:
-        header = state.header
-        if pending.caches is None:
-            return
-        if header.get("policy") != self._fingerprint():
-            raise StateError(
-                "the request's caches were computed by a policy of another configuration or rounding: import "
-                "it into an engine of the same, or with caches='recompute'"
-            )
-        if header.get("storage") != self.storage:
-            raise StateError(
-                f"the request's caches are {header.get('storage')}, this engine's are {self.storage}: make "
-                "it with the same storage, or import with caches='recompute'"
-            )
-        try:
-            held = self._cache.check_slot(pending.caches)
-        except ValueError as error:
-            raise StateError(f"{error}, or import the request with caches='recompute'") from error
-        if not held == pending.cached < pending.history.size:
-            raise StateError(
-                f"the state of a request says that {pending.cached} of {pending.history.size} tokens are in its "
-                f"caches, which hold {held}: it is damaged, export it again"
-            )
 
 
 def _check_keep(caches: str) -> None:

@@ -7,12 +7,14 @@ known, the first `cached` of them are in the policy's cache; a row that decodes 
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from model.choices import FREE, SamplingMask
 from model.engine.columns import Columns, ContextState, ExpertIds
 from model.engine.replay import NO_FLOOR, Bound, Floor, Past
 from model.engine.requests import Pending, Request
 from model.engine.sampler import Sampled, SamplingColumns
+from model.vision import ImageTokens, TokenType
 
 NO_SLOT = -1
 _NO_STOP = -1
@@ -158,6 +160,20 @@ class Rows:
             return self.before[row]
         tokens = self.token_ids[row, : self.length[row]].copy()
         return Past(tokens, self.floor[row], bool(self.replayed[row]))
+
+    def images(self, rows: np.ndarray, shares: np.ndarray) -> ImageTokens | None:
+        """The images among the next `shares` [n] tokens of rows, types [n, L]; None where there is none."""
+        types = torch.full((rows.size, int(shares.max())), int(TokenType.TEXT))
+        parts = []
+        for i, (row, share) in enumerate(zip(rows.tolist(), shares.tolist(), strict=True)):
+            request, begin = self.request[row], int(self.cached[row])
+            if request is None or (known := request.images) is None or begin >= known.types.shape[0]:
+                continue
+            held = known.types[begin : begin + share]
+            first = int((known.types[:begin] == TokenType.IMAGE).sum())
+            types[i, : held.shape[0]] = held
+            parts.append(known.rows[first : first + int((held == TokenType.IMAGE).sum())])
+        return ImageTokens(types, torch.cat(parts)) if (types >= 0).any() else None
 
     def _open_experts(self, row: int, known: ExpertIds | None) -> None:
         cached = int(self.cached[row])

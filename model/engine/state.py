@@ -148,6 +148,31 @@ def unpack(state: RequestState, request_id: int) -> Pending:
         raise StateError(f"the state of a request lacks a part ({error}): export it again") from error
 
 
+def check_caches(state: RequestState, pending: Pending, cache: Any, policy: str, storage: str) -> None:
+    """Raises StateError when the caches of a state do not fit an engine's policy, storage or cache."""
+    if pending.caches is None:
+        return
+    if state.header.get("policy") != policy:
+        raise StateError(
+            "the request's caches were computed by a policy of another configuration or rounding: import "
+            "it into an engine of the same, or with caches='recompute'"
+        )
+    if state.header.get("storage") != storage:
+        raise StateError(
+            f"the request's caches are {state.header.get('storage')}, this engine's are {storage}: make it "
+            "with the same storage, or import with caches='recompute'"
+        )
+    try:
+        held = cache.check_slot(pending.caches)
+    except ValueError as error:
+        raise StateError(f"{error}, or import the request with caches='recompute'") from error
+    if not held == pending.cached < pending.history.size:
+        raise StateError(
+            f"the state of a request says that {pending.cached} of {pending.history.size} tokens are in its "
+            f"caches, which hold {held}: it is damaged, export it again"
+        )
+
+
 def _turn(header: dict[str, Any], tensors: dict[str, Tensor], token_ids: np.ndarray) -> Columns:
     experts = mask = None
     if "expert_ids" in tensors:

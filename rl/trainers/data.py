@@ -139,6 +139,7 @@ def trajectory_samples(
                 effort=trajectory.key.effort,
                 config_version=config_version,
                 truncated=max_tokens is not None and len(ids) > max_tokens,
+                replay_starts=tuple(start for turn in branch for start in turn.replay_starts),
             )
         )
     return samples

@@ -129,6 +129,6 @@ def _sampling_mask(samples: Sequence[Sample]) -> SamplingMask | None:
 
 
 def _window_floors(samples: Sequence[Sample]) -> Tensor | None:
-    if not any(sample.replay_starts for sample in samples):
+    if all(start == (0, 0) for sample in samples for start in sample.replay_starts):
         return None
     return torch.cat([floors_from_starts(len(sample), sample.replay_starts) for sample in samples])

@@ -65,6 +65,7 @@ def play(engine, workload, before_step=lambda engine: None):
 def test_few_pages_change_no_token(workload, pages, served, idle, prefill):
     whole = play(Engine(ScriptedPolicy(), max_requests=6, max_tokens=CONTEXT), workload)
     policy = ScriptedPolicy()
+    policy.fake_quant = True
     engine = Engine(
         policy,
         max_requests=served,
@@ -81,6 +82,7 @@ def test_few_pages_change_no_token(workload, pages, served, idle, prefill):
 
 
 def crowded(policy, served=4, pages=FULL, **options):
+    policy.fake_quant = True
     return Engine(policy, max_requests=served, max_tokens=CONTEXT, storage="packed", pages=pages, **options)
 
 

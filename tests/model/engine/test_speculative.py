@@ -183,7 +183,8 @@ def test_with_few_pages_requests_give_way_and_lose_nothing(policy, rule):
 def test_a_request_moves_between_engines_in_the_middle(policy, fake_quant):
     """After every step from one engine with drafts to another, and to one without and back."""
     policy.fake_quant = fake_quant
-    wanted = requests(5, 0.9)[4]
+    params = SamplingParams(temperature=0.9, seed=2, max_tokens=30)
+    wanted = Request("s", list(range(10, 30)), params)
     plain = run(policy, None, [wanted])[0][0]
     ways = [Speculation(rule="coupled", length=3), None, Speculation(rule="coupled", length=5)]
     engines = [Engine(policy, max_requests=2, max_tokens=128, speculate=way) for way in ways]
@@ -193,7 +194,7 @@ def test_a_request_moves_between_engines_in_the_middle(policy, fake_quant):
         current = (current + 1) % len(engines)
         number = engines[current].import_state(state)
     same(finished, [plain])
-    assert engines[0].speculator.counters.accepted > 0
+    assert engines[0].speculator.counters.accepted + engines[2].speculator.counters.accepted > 0
 
 
 def test_shared_prompts_share_the_window(policy):
