@@ -177,13 +177,8 @@ def main() -> int:
             dense, packed, bare = decode_speed(policy, batch)
             ratio, overhead = dense / bare, 1e3 * batch * (1 / dense - 1 / bare)
             print(
-<<<<<<< HEAD
-                f"batch {batch:3d}: engine {dense:6.0f} tokens/s on dense caches, {packed:6.0f} on packed, "
-                f"policy alone {bare:6.0f}, overhead {1e3 * batch * (1 / dense - 1 / bare):.2f} ms a step",
-=======
                 f"batch {batch:3d}: engine {dense:6.0f} tokens/s on dense caches, {packed:6.0f} on packed "
                 f"ones, policy alone {bare:6.0f}, overhead {overhead:.2f} ms a step",
->>>>>>> engine
                 flush=True,
             )
             figures.append(
