@@ -7,7 +7,8 @@ sides of a ratio meet the same machine:
   on caches of floats and on packed pages, and with a loop over `policy.extend` alone;
 - the prefill of 2,048 tokens with bounded replay against all layers, on a policy of equal halves whose layers
   are wide enough to outweigh the fixed costs of a call;
-- the next turn of a session whose caches are there, against one that computes its history anew.
+- the next turn of a session whose caches are there, against one that computes its history anew;
+- the first turn of a session from another engine, found in a prefix store in memory, against the same.
 
 The last line holds the figures; exit status 1 when one misses what it is to show.
 """
@@ -17,12 +18,15 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
+from benchmarks.prefix_times import measure_engine
 from model.config import PolicyConfig
 from model.engine.engine import Engine
 from model.engine.requests import Request
@@ -34,6 +38,7 @@ _BATCHES = (1, 8, 32, 128)
 _LEAST_RATIO = {32: 0.8, 128: 0.8}
 _LEAST_PREFILL_RATIO = 1.7
 _LEAST_HIT_RATIO = 5.0
+_LEAST_STORE_RATIO = 3.0
 _PROMPT, _CONTEXT, _WINDOWS, _WARM_UP = 9, 64, 6, 3
 _STEPS = (_CONTEXT - _PROMPT - _WARM_UP) // _WINDOWS
 _LONG, _ROUNDS = 2048, 5
@@ -162,6 +167,13 @@ def hit_speed(policy: Policy) -> float:
     return cold / hit
 
 
+def store_speed() -> float:
+    """How much faster a session of another engine begins through a prefix store than without one."""
+    with tempfile.TemporaryDirectory(prefix="engine-benchmark-", dir="/dev/shm") as folder:
+        cold, hit = measure_engine(Path(folder), _LONG)
+    return cold / hit
+
+
 def main() -> int:
     """Prints a line a measurement and the figures last."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -177,13 +189,8 @@ def main() -> int:
             dense, packed, bare = decode_speed(policy, batch)
             ratio, overhead = dense / bare, 1e3 * batch * (1 / dense - 1 / bare)
             print(
-<<<<<<< HEAD
-                f"batch {batch:3d}: engine {dense:6.0f} tokens/s on dense caches, {packed:6.0f} on packed, "
-                f"policy alone {bare:6.0f}, overhead {1e3 * batch * (1 / dense - 1 / bare):.2f} ms a step",
-=======
                 f"batch {batch:3d}: engine {dense:6.0f} tokens/s on dense caches, {packed:6.0f} on packed "
                 f"ones, policy alone {bare:6.0f}, overhead {overhead:.2f} ms a step",
->>>>>>> engine
                 flush=True,
             )
             figures.append(
@@ -198,13 +205,16 @@ def main() -> int:
             flush=True,
         )
         hit = hit_speed(halves)
-    figures += [f"prefill.ced {bounded / every:.2f}", f"hit {hit:.1f}"]
+    moved = store_speed()
+    figures += [f"prefill.ced {bounded / every:.2f}", f"hit {hit:.1f}", f"hit.store {moved:.1f}"]
     if bounded / every < _LEAST_PREFILL_RATIO:
         missed.append(
             f"bounded prefill is {bounded / every:.2f} times all layers, not {_LEAST_PREFILL_RATIO}"
         )
     if hit < _LEAST_HIT_RATIO:
         missed.append(f"a session's caches save {hit:.1f} times, not {_LEAST_HIT_RATIO}")
+    if moved < _LEAST_STORE_RATIO:
+        missed.append(f"the prefix store saves {moved:.1f} times, not {_LEAST_STORE_RATIO}")
     for miss in missed:
         print(f"missed: {miss}")
     print("engine " + " ".join(figures))

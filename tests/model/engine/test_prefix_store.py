@@ -17,6 +17,7 @@ from model.engine.engine import Engine
 from model.engine.prefixes import image_marks
 from model.engine.requests import Request
 from model.engine.sampler import SamplingParams
+from model.engine.speculative import Speculation
 from model.policy import Policy
 from model.vision import ImageTokens
 
@@ -56,13 +57,13 @@ def tiers(tmp_path):
     shutil.rmtree(memory)
 
 
-def store(tiers, version=0, replay="bounded"):
-    fingerprint = Fingerprint.of(NANO, model="run", version=version, tokenizer="t", numerics={"r": replay})
-    return PrefixStore(fingerprint, tiers, config=NANO, replay=replay)
+def store(tiers, version=0, replay="bounded", config=NANO):
+    fingerprint = Fingerprint.of(config, model="run", version=version, tokenizer="t", numerics={"r": replay})
+    return PrefixStore(fingerprint, tiers, config=config, replay=replay)
 
 
 def engine(policy, tiers=None, *, replay="bounded", version=0, **options):
-    kept = None if tiers is None else store(tiers, version, replay)
+    kept = None if tiers is None else store(tiers, version, replay, policy.config)
     options = {"max_requests": 4, "max_tokens": LONGEST} | options
     return Engine(policy, replay=replay, version=version, prefix_store=kept, **options)
 
@@ -109,6 +110,20 @@ def test_a_session_that_moves_goes_on_as_if_it_had_stayed(policy, tiers, replay,
     (stayed,) = run(stays, second)
     same(moved, stayed)
     assert set(moved.states.tolist()) == {ContextState.OWN}
+
+
+def test_a_session_with_drafts_moves_with_what_its_drafter_saw(tiers):
+    drafting = Policy(PolicyConfig.preset("nano_draft"))
+    drafting.reset_parameters(3)
+    drafting.fake_quant = True
+    way = {"speculate": Speculation(rule="coupled", length=3), "exact": True}
+    stays, moves = (engine(drafting, tiers, **way) for _ in range(2))
+    (turn,) = run(stays, request(IDS[:200]))
+    second = request([*IDS[:200], *turn.token_ids.tolist(), 7], continues=True)
+    (moved,), (stayed,) = run(moves, second), run(stays, second)
+    same(moved, stayed)
+    assert moves.counters.prefilled_tokens == 2
+    assert moves.speculator.counters.checked > 0
 
 
 def test_lost_windows_are_replayed_from_disk_and_flagged(policy, tiers):
