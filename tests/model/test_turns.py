@@ -113,6 +113,12 @@ def test_short_sessions_agree(policy, replay):
     assert (len(set(starts)) > 1) == (replay == "bounded")
 
 
+def test_in_exact_mode_not_a_bit_differs(policy):
+    policy.exact = True
+    errors, differing, _ = compare(policy, "bounded", SHORT)
+    assert errors.max() == 0 and not differing
+
+
 def test_bounded_replay_is_not_the_full_forward(policy):
     errors, _, _ = compare(policy, "bounded", SHORT, floored=False)
     assert errors.max() > 1e-3
@@ -125,7 +131,10 @@ def test_exact_replay_equals_a_run_of_all_layers(policy, replay):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replay", ["bounded", "exact", "off"])
-def test_eight_turns_with_a_result_of_5000_tokens_agree(policy, replay):
+@pytest.mark.parametrize(
+    ("replay", "exact"), [("bounded", False), ("bounded", True), ("exact", False), ("off", False)]
+)
+def test_eight_turns_with_a_result_of_5000_tokens_agree(policy, replay, exact):
+    policy.exact = exact
     errors, differing, _ = compare(policy, replay, LONG)
-    assert errors.max() < 1e-4 and not differing
+    assert errors.max() <= (0 if exact else 1e-4) and not differing
