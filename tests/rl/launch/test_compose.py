@@ -95,6 +95,10 @@ def test_all_problems_are_told_at_once():
         (["effort.levels=[]"], "at least one"),
         (["rollout.staleness=-1"], "rollout.staleness"),
         (["engine.speculate=rejection"], "nano_draft"),
+        (["engine.pages=4"], "engine.storage=packed"),
+        (["engine.storage=packed", "trainer.fake_quant=false"], "trainer.fake_quant=true"),
+        (["engine.replay=some"], "engine.replay"),
+        (["engine.cash=1"], "engine.cash"),
         (["trainer.draft.anchors=64"], "nano_draft"),
     ],
 )
