@@ -70,6 +70,7 @@ class Resident:
                 await self._send({**header, "id": number}, body)
                 return await asyncio.shield(reply)
         except TimeoutError:
+            del self._waiting[number]
             await self._end(LostError(f"the sandbox did not answer within {timeout_s + _LATE_S:.0f} s"))
             assert self.fault is not None
             raise self.fault from None
