@@ -25,8 +25,8 @@ class Background:
 
     OPERATIONS = frozenset({"start", "poll", "signal", "input", "resize"})
 
-    def __init__(self, resident: Resident):
-        self._resident = resident
+    def __init__(self, resident: Resident, most: int):
+        self._resident, self._most = resident, most
         self._agents: list[int] = []
 
     def skip(self, count: int) -> None:
@@ -44,7 +44,7 @@ class Background:
         if command["op"] == "start":
             self._agents.append(0)
             number = len(self._agents)
-            reply, _ = await self._ask({**command, "number": number}, body, _ASK_S)
+            reply, _ = await self._ask({**command, "most": self._most}, body, _ASK_S)
             self._agents[number - 1] = reply["id"]
             return Outcome(_DONE, json.dumps({"process": number}).encode())
         number = command["process"]

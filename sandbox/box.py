@@ -27,7 +27,7 @@ from sandbox.resident import STATE, Resident, Sink, check_result
 from sandbox.types import Capabilities, SandboxSpec
 
 _PROCESSES_A_COMMAND = 8
-_MAX_QUEUE = 1024
+_MAX_QUEUE, _MAX_PROCESSES = 1024, 32
 _ASK_S = 10.0
 _NEXT = Claim()
 OPERATIONS = frozenset({"exec", "python", "read", "write", "list", "stat", "pack", "unpack", "remove"})
@@ -65,7 +65,7 @@ class Box:
         # What does not fit beside the commands that run waits here, in order, not as a failed fork.
         self.places = asyncio.Semaphore(max(self.spec.limits.pids // _PROCESSES_A_COMMAND, 1))
         self.resident = Resident(self.started.reader, self.started.writer, self._kill)
-        self.background = Background(self.resident)
+        self.background = Background(self.resident, min(_MAX_PROCESSES, max(self.spec.limits.pids // 4, 1)))
 
     async def _kill(self) -> None:
         if isinstance(fault := self.resident.fault, LostError) and self.started.oom_kills():

@@ -108,7 +108,8 @@ class RemoteBox:
     ) -> Process:
         """Starts a background process; with `terminal` (rows, columns) on one of its own.
 
-        Its last `log_limit` bytes of output are kept. A sandbox has at most 32 of them at once.
+        Its last `log_limit` bytes of output are kept. A sandbox has at most 32 of them at once, and no more
+        than a quarter of the processes it may have.
         """
         _check("log_limit", log_limit, 1 << 20)
         header = {**_command("start", command, env, cwd, user), "pty": terminal}

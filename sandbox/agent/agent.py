@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 HEADER = struct.Struct("!II")
 MAX_HEADER, MAX_BODY = 1 << 18, 64 << 20
-RETRY_S, SLOTS, PROCESSES = 5.0, 256, 32
+RETRY_S, SLOTS = 5.0, 256
 FULL = 1 << 20
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 4, 22, 38
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -192,7 +192,7 @@ class Agent:
 
     def do_start(self, header: Header, text: bytes, payload: bytes) -> None:
         """Starts a process that goes on after the reply."""
-        if sum(isinstance(command, Process) for command in self.commands.values()) >= PROCESSES:
+        if sum(isinstance(command, Process) for command in self.commands.values()) >= header["most"]:
             self.forget()
         launched = self.launch(0, header)
         process = Process(header, JOB.pack(len(text)) + text + payload, launched)

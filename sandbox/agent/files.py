@@ -19,7 +19,6 @@ import struct
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
     from typing import Any
 
     Header = dict[str, Any]
@@ -138,10 +137,10 @@ def write_all(data: bytes) -> None:
 
 def unpack(base: bytes) -> None:
     """Makes the entries that standard input brings, below `base`."""
-    os.makedirs(base, exist_ok=True)
     while head := read_up_to(0, LENGTH.size):
         entry = json.loads(read_up_to(0, LENGTH.unpack(head)[0]))
-        make(os.path.join(base, os.fsencode(entry["path"])), entry, read_up_to(0, entry["size"]))
+        path = base if entry["path"] == "." else os.path.join(base, os.fsencode(entry["path"]))
+        make(path, entry, read_up_to(0, entry["size"]))
 
 
 def make(path: bytes, entry: Header, data: bytes) -> None:

@@ -199,7 +199,7 @@ def hardening(limits: Limits) -> dict[str, Any]:
 
 
 def _tmpfs(limits: Limits) -> str:
-    return f"rw,nosuid,nodev,mode=1777,size={limits.tmpfs_bytes},nr_inodes={limits.tmpfs_inodes}"
+    return f"rw,exec,nosuid,nodev,mode=1777,size={limits.tmpfs_bytes},nr_inodes={limits.tmpfs_inodes}"
 
 
 def _ulimits(limits: Limits) -> Iterator[docker.types.Ulimit]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
 
 from sandbox.client import Fleet, RemoteBox
 from sandbox.errors import (
@@ -131,7 +131,7 @@ async def test_a_background_process_hears_signals(box: RemoteBox) -> None:
     process = await box.start("trap 'echo term' TERM; echo up; while :; do sleep 0.05; done")
     await process.logs(wait_s=5)
     await process.signal()
-    assert (await process.logs(3, wait_s=5)).data == b"term\n"
+    assert (await process.logs(3, wait_s=5)).data.startswith(b"term\n")
     await process.signal(signal.SIGKILL)
     result = await process.wait(10)
     assert (result.exit_code, result.signal) == (137, signal.SIGKILL)
@@ -164,7 +164,7 @@ async def test_processes_are_bounded_and_the_ended_make_room(box: RemoteBox) -> 
     with pytest.raises(RefusedError) as caught:
         for _ in range(40):
             running.append(await box.start(["sleep", "4252"]))
-    assert caught.value.reason == "processes" and len(running) >= 8
+    assert caught.value.reason == "processes" and len(running) == 16
     assert (await box.exec("true")).exit_code == 0
 
 
@@ -248,7 +248,7 @@ async def test_a_download_that_would_do_harm_leaves_nothing(
     await box.exec(make)
     with pytest.raises(FileError, match=why):
         await box.download("/workspace", tmp_path / "x", limits=TreeLimits(5 << 20, 200))
-    assert list(tmp_path.iterdir()) == []
+    assert os.listdir(tmp_path) == []
     (tmp_path / "x").touch()
     with pytest.raises(UnsafeTreeError, match="already"):
         await box.download("/workspace", tmp_path / "x")
