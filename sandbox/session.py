@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
 import os
 from collections.abc import Mapping
@@ -11,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from sandbox.channel import ByteReader, Header, encode, read_frame
 from sandbox.errors import InfrastructureError, ProtocolError, SandboxError, to_wire
+from sandbox.recovery import Claim
 from sandbox.types import Limits, SandboxSpec
 
 if TYPE_CHECKING:
+    from sandbox.box import Box
     from sandbox.node import Node, Owner
 
 _LOG = logging.getLogger("sandbox.node")
@@ -30,8 +34,10 @@ class Session:
         self._lease: Owner | None = None
         self._operations = {
             "ping": self._ping, "hello": self._hello, "create": self._create, "run": self._run,
-            "read": self._read, "write": self._write, "close": self._close, "boxes": self._boxes,
-            "release": self._release, "owners": self._owners,
+            "attach": self._attach, "close": self._close, "boxes": self._boxes, "pause": self._pause,
+            "resume": self._resume, "extend": self._extend, "snapshot": self._snapshot, "fork": self._fork,
+            "snapshots": self._snapshots, "forget": self._forget, "release": self._release,
+            "owners": self._owners,
         }  # fmt: skip
 
     async def serve(self) -> None:
@@ -96,24 +102,58 @@ class Session:
         return {"backend": backend.name, "pid": os.getpid(), "capabilities": capabilities}, b""
 
     async def _create(self, header: Header, body: bytes) -> _Reply:
+        spec = spec_from(header["spec"])
+        names = {name: str(header.get(name, "")) for name in ("key", "snapshot")}
+        box = await self._node.create(self._who(), header["backend"], spec, **names)
+        return _about(box), b""
+
+    async def _attach(self, header: Header, body: bytes) -> _Reply:
+        box, replayed = await self._node.attach(self._who(), header["box"], replay=header["replay"])
+        return {**_about(box), **asdict(replayed)}, b""
+
+    def _who(self) -> str:
         if not self._owner:
             raise ProtocolError("a client says hello first")
-        return {
-            "box": await self._node.create(self._owner, header["backend"], spec_from(header["spec"]))
-        }, b""
+        return self._owner
 
     async def _run(self, header: Header, body: bytes) -> _Reply:
-        result = await self._node.box(header["box"], self._owner).run(header["command"], body)
-        names = ("exit_code", "truncated", "timed_out", "oom", "duration_s")
-        fields: Header = {name: getattr(result, name) for name in names}
-        return {**fields, "stdout_bytes": len(result.stdout)}, result.stdout + result.stderr
+        claim = Claim(**header.get("claim", {}))
+        sink = functools.partial(self._ahead, header["id"]) if header["command"].get("stream") else None
+        box = self._node.box(header["box"], self._owner)
+        outcome = await box.run(header["command"], body, claim, sink)
+        return outcome.fields(), outcome.body()
 
-    async def _read(self, header: Header, body: bytes) -> _Reply:
-        return {}, await self._node.box(header["box"], self._owner).read_file(header["path"], header["limit"])
+    async def _ahead(self, number: int, which: int, data: bytes) -> None:
+        with contextlib.suppress(ConnectionError):
+            self._writer.write(encode({"event": which, "id": number}, data))
+            await self._writer.drain()
 
-    async def _write(self, header: Header, body: bytes) -> _Reply:
-        await self._node.box(header["box"], self._owner).write_file(header["path"], body, header["mode"])
+    async def _pause(self, header: Header, body: bytes) -> _Reply:
+        await self._node.box(header["box"], self._owner).pause()
         return {}, b""
+
+    async def _resume(self, header: Header, body: bytes) -> _Reply:
+        await self._node.box(header["box"], self._owner).resume()
+        return {}, b""
+
+    async def _extend(self, header: Header, body: bytes) -> _Reply:
+        self._node.box(header["box"], self._owner).extend(float(header["ttl_s"]))
+        return {}, b""
+
+    async def _snapshot(self, header: Header, body: bytes) -> _Reply:
+        taken = await self._node.snapshots.take(self._node.box(header["box"], self._owner))
+        return {"snapshot": taken.id}, b""
+
+    async def _snapshots(self, header: Header, body: bytes) -> _Reply:
+        return {"snapshots": [snapshot.id for snapshot in self._node.snapshots.of(self._who())]}, b""
+
+    async def _forget(self, header: Header, body: bytes) -> _Reply:
+        self._node.snapshots.remove(str(header["snapshot"]), self._who())
+        return {}, b""
+
+    async def _fork(self, header: Header, body: bytes) -> _Reply:
+        made = await self._node.fork(self._owner, header["box"], int(header["count"]))
+        return {"boxes": [box.id for box in made]}, b""
 
     async def _close(self, header: Header, body: bytes) -> _Reply:
         await self._node.close_box(header["box"], self._owner)
@@ -127,6 +167,12 @@ class Session:
 
     async def _owners(self, header: Header, body: bytes) -> _Reply:
         return {"owners": self._node.owners()}, b""
+
+
+def _about(box: Box) -> Header:
+    journal = box.recorder.journal if box.recorder else None
+    known = {"generation": journal.generation, "recorded": journal.last} if journal else {}
+    return {"box": box.id, "generation": 1, "recorded": 0, **known}
 
 
 def spec_from(data: Mapping[str, Any]) -> SandboxSpec:

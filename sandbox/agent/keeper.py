@@ -7,29 +7,31 @@ user of its own while it runs, so that one signal, which no fork escapes, ends a
 
 from __future__ import annotations
 
-import array
 import ctypes
 import errno
 import gc
 import os
 import select
-import signal
 import struct
 import time
 from _socket import CMSG_SPACE, socket
 
-from .program import CHUNK, JOB, become_command, warm_up
+from .program import FORK, SCRATCH, become_command, warm_up
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import signal
     from typing import NoReturn
 
     from .program import Header
+else:
+    import _signal as signal  # without enumerations, which cost more than all else here
 
 STATUS = struct.Struct("!Bi")
-EXITED, FAILED, DIRTY, DONE = 0, 1, 2, 3
-CLEAN_S = 2.0
-SCRATCH = ("/tmp", "/workspace", "/dev/shm")
+EXITED, FAILED, DIRTY, DONE, SIGNAL = 0, 1, 2, 3, 4
+UNKNOWN = -(1 << 16)
+CLEAN_S, FRESH_NS = 2.0, 50_000_000
+SFD_CLOEXEC, SIGNAL_INFO = 0o2000000, 128
 PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -40,76 +42,89 @@ def serve_forks(channel: socket, config: Header) -> NoReturn:
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
-        data, parts, _, _ = channel.recvmsg(JOB.size, CMSG_SPACE(16))
+        data, parts, _, _ = channel.recvmsg(FORK.size, CMSG_SPACE(20))
         if not data:
             os._exit(0)
-        fds = array.array("i", parts[0][2])
+        fds = struct.unpack(str(len(parts[0][2]) // 4) + "i", parts[0][2])
         keeper = socket(fileno=fds[3])
         try:
             if os.fork() == 0:
                 channel.close()
-                keep(keeper, fds[:3].tolist(), JOB.unpack(data)[0], config)
+                slot, user = FORK.unpack(data)
+                keep(keeper, [*fds[:3], *fds[4:]], slot, user, config)
         except OSError as error:
             keeper.send(STATUS.pack(FAILED, error.errno or 0))
         keeper.close()
-        for fd in fds[:3]:
+        for fd in (*fds[:3], *fds[4:]):
             os.close(fd)
 
 
-def keep(agent: socket, streams: list[int], slot: int, config: Header) -> NoReturn:
+def keep(agent: socket, streams: list[int], slot: int, user: int, config: Header) -> NoReturn:
     """The keeper: runs a command, reaps its orphans, and ends its tree when the agent asks or is gone."""
     try:
         os.setsid()
         _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        wake_r, wake_w = os.pipe()
-        os.set_blocking(wake_w, False)
-        signal.signal(signal.SIGCHLD, wake)
-        signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
-        uid = config["uid"] + slot if config["uid"] is not None else None
+        deaths = watch_children()
+        uid = (user or config["uid"] + slot) if config["uid"] is not None else None
+        before = stamps() if slot else []
         child = os.fork()
         if child == 0:
-            signal.set_wakeup_fd(-1)
             become_command(streams, uid, bool(slot), config)
         for fd in streams:
             os.close(fd)
-        if slot and uid is not None:
-            clean(uid)  # nothing is there yet: what it needs is in memory when it counts
-        attend(agent, wake_r, child, bool(slot))
-        if slot:
+        if not slot:
+            attend(agent, deaths, child, False)
+        else:
+            if uid is not None:
+                clean(uid, [])  # nothing is there yet: what it needs is in memory when it counts
+            status = attend(agent, deaths, child, True)
             end_user(uid)
-            left = uid is not None and not clean(uid)
-            agent.send(STATUS.pack(DIRTY if left else DONE, 0))
+            left = uid is not None and not clean(uid, before)
+            agent.send(STATUS.pack(DIRTY if left else DONE, UNKNOWN if status is None else status))
     except OSError as error:
         agent.send(STATUS.pack(FAILED, error.errno or 0))
     finally:
         os._exit(0)
 
 
-def wake(number: int, frame: object) -> None:
-    """Lets a signal interrupt what waits; the wake-up descriptor says that it came."""
+def watch_children() -> int:
+    """Returns a descriptor that can be read when a child has ended, without a handler that interrupts."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    deaths = _libc.signalfd(-1, (1 << signal.SIGCHLD - 1).to_bytes(128, "little"), SFD_CLOEXEC)
+    if deaths < 0:
+        raise OSError(ctypes.get_errno(), "no descriptor for signals")
+    return deaths
 
 
-def attend(agent: socket, wake: int, child: int, brief: bool) -> None:
-    """Waits until the tree of `child` has ended, or for a `brief` command until `child` has."""
-    poller = select.poll()
-    for fd in (agent.fileno(), wake):
+def attend(agent: socket, deaths: int, child: int, brief: bool) -> int | None:
+    """Waits until the tree of `child` has ended; for a `brief` command until `child` has, returning how."""
+    poller, running = select.poll(), True
+    for fd in (agent.fileno(), deaths):
         poller.register(fd, select.POLLIN)
     while True:
         ready = [fd for fd, _ in poller.poll()]
-        if wake in ready:
-            os.read(wake, CHUNK)
+        if deaths in ready:
+            os.read(deaths, SIGNAL_INFO)
         alive, status = reap(child)
         if status is not None:
+            running = False
+            if brief:
+                return status
             agent.send(STATUS.pack(EXITED, status))
-        if not alive or (brief and status is not None):
-            return
+        if not alive:
+            return None
         if agent.fileno() in ready:
-            end_tree()
-            return
+            asked = agent.recv(STATUS.size)
+            if not asked:
+                end_tree()
+                return None
+            if status is None and running:
+                send_group(child, STATUS.unpack(asked)[1])
 
 
 def reap(child: int) -> tuple[bool, int | None]:
-    """Reaps what ended; returns whether anything is left, and the exit code of `child` if it was among it."""
+    """Reaps what ended; returns whether anything is left, and the exit code (or minus signal) of `child`."""
     found = None
     while True:
         try:
@@ -119,8 +134,7 @@ def reap(child: int) -> tuple[bool, int | None]:
         if pid == 0:
             return True, found
         if pid == child:
-            code = os.waitstatus_to_exitcode(status)
-            found = code if code >= 0 else 128 - code
+            found = os.waitstatus_to_exitcode(status)
 
 
 def end_user(uid: int | None) -> None:
@@ -167,6 +181,14 @@ def send_all(pids: set[int], number: int) -> None:
             pass
 
 
+def send_group(leader: int, number: int) -> None:
+    """Sends a signal to a process and its group; a moment after its start it has none yet."""
+    try:
+        os.killpg(leader, number)
+    except ProcessLookupError:
+        send_all({leader}, number)
+
+
 def descendants(root: int) -> set[int]:
     """Returns all processes below `root`, from /proc."""
     parents: dict[int, int] = {}
@@ -184,18 +206,42 @@ def descendants(root: int) -> set[int]:
     return found - {root}
 
 
-def clean(uid: int) -> bool:
-    """Removes the files that `uid` left in the scratch folders; returns whether nothing is left."""
+def stamps() -> list[int]:
+    """Returns when the scratch folders last changed; -1 when too short ago to tell a later change."""
+    now = time.time_ns()
+    times: list[int] = []
+    for folder in SCRATCH:
+        try:
+            changed = os.stat(folder).st_mtime_ns
+        except FileNotFoundError:
+            changed = 0
+        times.append(changed if now - changed > FRESH_NS else -1)
+    return times
+
+
+def clean(uid: int, before: list[int]) -> bool:
+    """Removes the files that `uid` left in the scratch folders; returns whether nothing is left.
+
+    A folder that has not changed since `before` has none.
+    """
     deadline = time.monotonic() + CLEAN_S
     try:
-        for folder in filter(os.path.isdir, SCRATCH):
-            with os.scandir(folder) as entries:
-                mine = [entry.path for entry in entries if entry.stat(follow_symlinks=False).st_uid == uid]
-            for path in mine:
-                remove(path, None, deadline)
+        after = stamps() if before else []
+        for place, folder in enumerate(SCRATCH):
+            if before and before[place] == after[place] >= 0:
+                continue
+            if os.path.isdir(folder):
+                for path in belongings(folder, uid):
+                    remove(path, None, deadline)
     except (OSError, RecursionError):
         return False
     return True
+
+
+def belongings(folder: str, uid: int) -> list[str]:
+    """Returns the paths in a folder that belong to `uid`."""
+    with os.scandir(folder) as entries:
+        return [entry.path for entry in entries if entry.stat(follow_symlinks=False).st_uid == uid]
 
 
 def remove(name: str, parent: int | None, deadline: float) -> None:

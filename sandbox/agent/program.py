@@ -5,21 +5,26 @@ from __future__ import annotations
 import builtins
 import ctypes
 import errno
-import json
 import os
 import resource
-import signal
 import struct
 import sys
 
+from . import files, small_json
+from .files import CHUNK
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import signal
     from typing import Any, NoReturn
 
     Header = dict[str, Any]
+else:
+    import _signal as signal  # without enumerations, which cost more than all else here
 
 JOB = struct.Struct("!I")
-CHUNK = 1 << 16
+FORK = struct.Struct("!II")
+SCRATCH = ("/tmp", "/workspace", "/dev/shm")
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/workspace", "LANG": "C.UTF-8"}
 PR_SET_DUMPABLE = 4
 CAPABILITY_VERSION = 0x20080522
@@ -33,7 +38,8 @@ def become_command(streams: list[int], uid: int | None, brief: bool, config: Hea
         os.setsid()
         for target, fd in enumerate(streams):
             os.dup2(fd, target)
-        close_above_2()
+        close_above(len(streams) - 1)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         for number in (signal.SIGPIPE, signal.SIGCHLD, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         write_once("/proc/self/oom_score_adj", b"1000")
@@ -48,7 +54,9 @@ def become_command(streams: list[int], uid: int | None, brief: bool, config: Hea
         _libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
         if brief:
             open_streams()
-        code = perform(json.loads(read_exactly(JOB.unpack(read_exactly(JOB.size))[0])))
+            run_source(b"print('', end='')")  # copies pages before the job is there and its caller waits
+            perform(small_json.loads('{"op": "nothing", "cwd": "/"}'))
+        code = perform(small_json.loads(read_exactly(JOB.unpack(read_exactly(JOB.size))[0])))
     except BaseException as error:
         os.write(2, (type(error).__name__ + ": " + str(error) + "\n").encode())
     finally:
@@ -62,10 +70,10 @@ def write_once(path: str, data: bytes) -> None:
     os.close(fd)
 
 
-def close_above_2() -> None:
-    """Closes every descriptor but the three streams."""
+def close_above(last: int) -> None:
+    """Closes every descriptor but the streams, which come first."""
     for name in os.listdir("/proc/self/fd"):
-        if int(name) > 2:
+        if int(name) > last:
             try:  # noqa: SIM105
                 os.close(int(name))
             except OSError:  # the listing's own
@@ -86,21 +94,61 @@ def read_exactly(size: int) -> bytes:
 def perform(job: Header) -> int:
     """Does what was asked for, and returns the exit code."""
     os.chdir(job.get("cwd", "/workspace"))
-    if job["op"] == "exec":
-        os.execvpe(job["argv"][0], job["argv"], {**ENVIRONMENT, **job["env"]})
+    if job["op"] in ("exec", "start"):
+        if job.get("pty"):
+            take_terminal()
+        elif job.get("state"):
+            os.dup2(3, job["state"])
+            os.close(3)
+        become(job["argv"], {**ENVIRONMENT, **job["env"]})
     if job["op"] == "python":
         return run_source(read_exactly(job["source_bytes"]))
     if job["op"] == "read":
         return copy_out(job["path"], job["max_bytes"])
     if job["op"] == "write":
         return copy_in(job["path"], job["mode"] & 0o777)
+    if job["op"] in ("list", "stat", "pack", "unpack", "remove"):
+        return files.perform(job)
+    if job["op"] == "nothing":
+        return 0
     raise ValueError("unknown operation " + repr(job["op"]))
+
+
+def become(argv: list[str], env: dict[str, str]) -> NoReturn:
+    """Executes a program found by the PATH of `env`; `os.execvpe` imports more than the fork itself costs."""
+    if "/" in argv[0]:
+        os.execve(argv[0], argv, env)
+    problem = FileNotFoundError(errno.ENOENT, "No such file or directory", argv[0])
+    for folder in env["PATH"].split(":"):
+        try:
+            os.execve((folder or ".") + "/" + argv[0], argv, env)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            problem = error
+    raise problem
+
+
+def take_terminal() -> None:
+    """Makes the terminal, which is descriptor 3, the one of this session and all three streams."""
+    import fcntl
+    import termios
+
+    fcntl.ioctl(3, termios.TIOCSCTTY, 0)
+    for fd in (0, 1, 2):
+        os.dup2(3, fd)
+    os.close(3)
 
 
 def warm_up() -> None:
     """Does once, ahead of the forks, what each would do first: the compiler alone sets up for 2 ms."""
     exec(compile("import os as _os; str(0.5)", "<warm>", "exec"), {})
+    import json
+    import re
+
+    re.compile("a")  # what most programs import, and would wait for longest
     json.loads(json.dumps({"a": [1, 0.5, None, True, "b"]}))
+    small_json.loads(small_json.dumps({"a": [1, 0.5, None, True, "b"]}))
     for mode in ("r", "w"):
         open(os.devnull, mode, encoding="utf-8", errors="replace").close()
 

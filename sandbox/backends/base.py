@@ -13,21 +13,22 @@ from sandbox.channel import ByteReader
 from sandbox.resident import ByteWriter
 from sandbox.types import Capabilities, Limits, SandboxSpec
 
-AGENT = Path(__file__).parent.parent / "agent"
-"""The folder of the resident agent; a sandbox has it as `<somewhere>/agent`."""
-
 COMMAND_UID = 60000
 """The user of commands; Python commands have one each of those that follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A sandbox that runs: its agent's streams, how to end it, and how often the kernel killed for memory."""
+    """A sandbox that runs: its agent's streams, how to end it, and how often the kernel killed for memory.
+
+    `pause` stops (True) all its processes or lets them go on; None where the backend cannot.
+    """
 
     reader: ByteReader
     writer: ByteWriter
     kill: Callable[[], Awaitable[None]]
     oom_kills: Callable[[], int]
+    pause: Callable[[bool], Awaitable[None]] | None = None
 
 
 class Backend(Protocol):

@@ -17,12 +17,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from sandbox.errors import InfrastructureError
 from sandbox.types import Limits
 
 _ROOT = Path("/sys/fs/cgroup")
 _PARENT = "tempering"
 _PERIOD_US = 100_000
-_REMOVE_S = 5.0
+_REMOVE_S, _FREEZE_S = 5.0, 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +51,30 @@ class Cgroup:
         enter = "".join(f"echo $$ > {folder}/cgroup.procs; " for folder in sorted(set(self.folders.values())))
         return ["/bin/sh", "-c", enter + 'exec "$@"', "sh", *argv]
 
-    def oom_kills(self) -> int:
-        """Returns how many processes the kernel killed for memory."""
-        return oom_kills(self.folders["memory"]) if "memory" in self.folders else 0
+    def oom_counter(self) -> OomCounter:
+        """Returns what counts the processes that the kernel killed for memory."""
+        return OomCounter(self.folders.get("memory"))
+
+    @property
+    def freezes(self) -> bool:
+        """Whether it can be paused."""
+        return "freezer" in self.folders
+
+    async def freeze(self, stop: bool) -> None:
+        """Stops all processes in it, or lets them go on; returns when that has happened.
+
+        Raises:
+            InfrastructureError: The kernel does not.
+        """
+        folder, deadline = self.folders["freezer"], time.monotonic() + _FREEZE_S
+        _set_frozen(folder, stop)
+        while _frozen(folder) is not stop:
+            if time.monotonic() > deadline:
+                _set_frozen(folder, False)
+                raise InfrastructureError(
+                    f"the kernel did not {'pause' if stop else 'resume'} in {_FREEZE_S} s"
+                )
+            await asyncio.sleep(0.001)
 
     async def remove(self) -> None:
         """Ends what is left in the groups and removes them; one that cannot be is left to `sweep`."""
@@ -73,14 +95,28 @@ def unified(root: Path) -> bool:
     return (root / "cgroup.controllers").exists()
 
 
-def oom_kills(folder: Path) -> int:
-    """Returns the kernel's count of processes killed for memory in a group of either version."""
-    for file in ("memory.oom_control", "memory.events"):
-        with contextlib.suppress(OSError):
-            for line in (folder / file).read_text().splitlines():
-                if line.startswith("oom_kill "):
-                    return int(line.split()[1])
-    return 0
+class OomCounter:
+    """The kernel's count of processes killed for memory in a group, of either version; cheap to ask."""
+
+    def __init__(self, folder: Path | None):
+        self._fd = -1
+        for file in ("memory.oom_control", "memory.events"):
+            if folder is not None and (folder / file).exists():
+                self._fd = os.open(folder / file, os.O_RDONLY | os.O_CLOEXEC)
+                break
+
+    def __call__(self) -> int:
+        """Returns the count; 0 when the group is gone or never was."""
+        with contextlib.suppress(OSError, ValueError):
+            words = os.pread(self._fd, 1024, 0).split()
+            return int(words[words.index(b"oom_kill") + 1])
+        return 0
+
+    def close(self) -> None:
+        """Lets go of the group."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 def sweep(root: Path = _ROOT) -> list[str]:
@@ -111,12 +147,14 @@ def _settings(limits: Limits, v2: bool) -> dict[str, dict[str, str | int]]:
             "memory": {"memory.max": limits.memory_bytes, "memory.swap.max": 0, "memory.oom.group": 0},
             "pids": {"pids.max": limits.pids},
             "cpu": {"cpu.max": f"{quota} {_PERIOD_US}"},
+            "freezer": {},
         }
     memory = limits.memory_bytes
     return {
         "memory": {"memory.limit_in_bytes": memory, "memory.memsw.limit_in_bytes": memory},
         "pids": {"pids.max": limits.pids},
         "cpu": {"cpu.cfs_period_us": _PERIOD_US, "cpu.cfs_quota_us": quota},
+        "freezer": {},
     }
 
 
@@ -149,10 +187,26 @@ def _processes(folder: Path) -> Iterator[int]:
 
 def _remove_all(folders: Iterable[Path]) -> None:
     """Removes groups in their order; the processes in them take a moment to die."""
-    deadline = time.monotonic() + _REMOVE_S
+    folders, deadline = list(folders), time.monotonic() + _REMOVE_S
+    for folder in folders:
+        with contextlib.suppress(OSError):  # what is frozen cannot die
+            _set_frozen(folder, False)
     for folder in folders:
         while not _remove(folder) and time.monotonic() < deadline:
             time.sleep(0.005)
+
+
+def _set_frozen(folder: Path, stop: bool) -> None:
+    if (folder / "cgroup.freeze").exists():
+        (folder / "cgroup.freeze").write_text("1" if stop else "0")
+    elif (folder / "freezer.state").exists():
+        (folder / "freezer.state").write_text("FROZEN" if stop else "THAWED")
+
+
+def _frozen(folder: Path) -> bool:
+    if (folder / "freezer.state").exists():
+        return (folder / "freezer.state").read_text().strip() == "FROZEN"
+    return "frozen 1" in (folder / "cgroup.events").read_text().splitlines()
 
 
 def _remove(folder: Path) -> bool:
