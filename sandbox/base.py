@@ -22,11 +22,13 @@ class Sandbox(Protocol):
         env: Mapping[str, str] | None = None,
         cwd: str = "/workspace",
         output_limit: int = 1 << 20,
+        idempotent: bool = False,
     ) -> ExecResult:
         """Runs a shell line (str) or an argv.
 
         Returns when the main process ends; what it left in the background stays, without its output being
-        read any further. A timeout or a cancelled caller kills the whole process tree.
+        read any further. A timeout or a cancelled caller kills the whole process tree. `idempotent` says
+        that a caller who does not know its outcome may run it again.
         """
         ...
 

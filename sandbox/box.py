@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from dataclasses import dataclass, field
 
 from sandbox.backends.base import Started
 from sandbox.channel import Header
-from sandbox.errors import FileError, InfrastructureError, LostError, ProtocolError, RefusedError
+from sandbox.errors import InfrastructureError, LostError, PolicyError, ProtocolError, RefusedError
+from sandbox.recovery import Claim, Recorder, Replay, replay
 from sandbox.resident import Resident, check_result
 from sandbox.types import ExecResult, SandboxSpec
 
-_FILE_TIMEOUT_S = 60.0
 _PROCESSES_A_COMMAND = 8
 _MAX_QUEUE = 1024
+_NEXT = Claim()
+OPERATIONS = frozenset({"exec", "python", "read", "write"})
 
 
 @dataclass(slots=True)
@@ -25,6 +28,8 @@ class Box:
     owner: str
     spec: SandboxSpec
     started: Started
+    recorder: Recorder | None = None
+    key: str = ""
     resident: Resident = field(init=False)
     used: float = field(default_factory=time.monotonic)
     running: int = 0
@@ -44,15 +49,32 @@ class Box:
         """Returns when the agent answers."""
         await self.resident.request({"op": "ping"}, timeout_s=timeout_s)
 
-    async def run(self, header: Header, body: bytes) -> ExecResult:
-        """Runs a command (`op` is `exec`, `python`, `read` or `write`) and returns what it did.
+    async def run(self, command: Header, body: bytes, claim: Claim = _NEXT) -> ExecResult:
+        """Runs a command (`op` is one of `OPERATIONS`), or answers it from the journal.
 
         Raises:
             RefusedError: Too many commands wait for this sandbox (`busy`).
             InfrastructureError: The command could not be started.
             LostError: The sandbox is gone.
             ProtocolError: It answered out of shape.
+            JournalMismatchError: A caller who replays has another command than the journal.
+            UnknownOutcomeError: The command was under way when an earlier caller died.
         """
+        if command["op"] not in OPERATIONS:
+            raise PolicyError(f"there is no command {command['op']!r}, only {', '.join(sorted(OPERATIONS))}")
+        if self.recorder is None:
+            if claim.seq:
+                raise PolicyError(f"sandbox {self.id} has no journal to replay: create it with journal=True")
+            return await self._queue(command, body)
+        perform = functools.partial(self._queue, command, body)
+        return await self.recorder.run(command, body, claim, perform, self.resident.settled)
+
+    async def replay(self) -> Replay:
+        """Runs what the journal has as finished, in this fresh sandbox; see `recovery.replay`."""
+        assert self.recorder is not None
+        return await replay(self.recorder.journal, self._queue)
+
+    async def _queue(self, header: Header, body: bytes) -> ExecResult:
         if self.running >= _MAX_QUEUE:
             raise RefusedError(f"{self.running} commands wait for this sandbox already", "busy")
         self.running += 1
@@ -85,30 +107,6 @@ class Box:
             oom=reply["exit_code"] != 0 and self.started.oom_kills() > kills,
             duration_s=reply["duration_s"],
         )
-
-    async def read_file(self, path: str, limit: int) -> bytes:
-        """Reads a regular file of at most `limit` bytes.
-
-        Raises:
-            FileError: There is none, it is too large, or it is not a regular file.
-        """
-        header = {"op": "read", "path": path, "max_bytes": limit, "limit": 2 * max(limit, 1024)}
-        return (await self._file(header, b"", path)).stdout
-
-    async def write_file(self, path: str, data: bytes, mode: int) -> None:
-        """Writes a file, making its folders.
-
-        Raises:
-            FileError: It cannot be written.
-        """
-        await self._file({"op": "write", "path": path, "mode": mode, "limit": 1024}, data, path)
-
-    async def _file(self, header: Header, body: bytes, path: str) -> ExecResult:
-        result = await self.run({**header, "timeout_s": _FILE_TIMEOUT_S}, body)
-        if result.exit_code != 0 or result.truncated:
-            why = result.stderr.decode(errors="replace").strip() or f"exit code {result.exit_code}"
-            raise FileError(f"{header['op']} of {path!r} in the sandbox failed: {why}")
-        return result
 
     async def close(self) -> None:
         """Ends the sandbox with everything in it; returns when it is gone."""

@@ -14,21 +14,22 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Set
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-from sandbox.channel import MAX_BODY, Header
+from sandbox.channel import Header
 from sandbox.connection import Connection, reach
 from sandbox.errors import LostError, PolicyError, RefusedError, SandboxError
 from sandbox.node import SOCKET
+from sandbox.past import Ask, Past, Unknown
 from sandbox.pool import Pool
-from sandbox.types import Capabilities, ExecResult, SandboxSpec
+from sandbox.remote import RemoteBox
+from sandbox.types import Capabilities, SandboxSpec
 
 DEFAULT_LEASE_S = 60.0
-MAX_OUTPUT = 16 << 20
 _TRIES, _RETRY_S = 3, 0.05
 
 
@@ -117,15 +118,22 @@ class Fleet:
             await connection.close()
         return Reclaimed({name: count for name, count in ended.items() if count})
 
-    async def create(self, spec: SandboxSpec | None = None, *, wait_s: float = 60.0) -> RemoteBox:
+    async def create(
+        self, spec: SandboxSpec | None = None, *, key: str = "", wait_s: float = 60.0
+    ) -> RemoteBox:
         """Starts a sandbox; while too many are being started it asks again, for at most `wait_s` seconds.
+
+        Args:
+            spec: What to start.
+            key: Names the creation: a second one with the same key gets the sandbox of the first.
+            wait_s: How long to ask again.
 
         Raises:
             RefusedError: The node has no room.
             PolicyError: The backend or the node does not offer what `spec` asks for.
             StartTimeoutError: The sandbox did not come up in time.
         """
-        request = {"op": "create", "backend": self.backend, "spec": asdict(spec or SandboxSpec())}
+        request = {"op": "create", "backend": self.backend, "spec": asdict(spec or SandboxSpec()), "key": key}
         deadline = time.monotonic() + wait_s
         while True:
             try:
@@ -135,17 +143,48 @@ class Fleet:
                     raise
             await asyncio.sleep(_RETRY_S * (1 + 3 * random.random()))
 
+    async def attach(
+        self, sandbox_id: str, *, unknown: Unknown = "fail", ask: Ask | None = None, replay: bool = False
+    ) -> RemoteBox:
+        """Returns a sandbox of an earlier client of this owner, for a caller that starts its sequence over.
+
+        The caller gives the same commands in the same order. Those that finished return what they returned
+        then, without running; after the last of them, commands run.
+
+        Args:
+            sandbox_id: Its id.
+            unknown: What becomes of a command that was under way at the crash: `fail` raises
+                UnknownOutcomeError, `rerun_if_idempotent` runs it again when it was marked so and fails
+                otherwise, `ask` does what `ask` says.
+            ask: Gets the number of the command and the error, and says `fail`, `rerun` or `accept` (it
+                counts as done, with an exit code of None).
+            replay: Whether a sandbox that is gone is made anew: a fresh generation in which all that
+                finished runs again, counted in `RemoteBox.replayed`.
+
+        Raises:
+            LostError: There is no such sandbox, or only its journal and `replay` is off.
+            JournalMismatchError: Replayed, a command ended in another way.
+            JournalError: The journal is damaged or does not hold all commands.
+            PolicyError: `unknown` and `ask` do not fit.
+        """
+        if (unknown == "ask") is not (ask is not None):
+            raise PolicyError("unknown='ask' needs a function to ask, and only it does")
+        request = {"op": "attach", "box": sandbox_id, "replay": replay}
+        about = (await self._connection.request(request))[0]
+        return RemoteBox(self._connection, sandbox_id, Past.of(about, unknown, ask))
+
     async def pool(self, spec: SandboxSpec | None = None, size: int = 1) -> Pool:
-        """Starts `size` sandboxes that stateless calls share; all or none."""
+        """Starts `size` sandboxes that stateless calls share, without journals; all or none."""
         if size < 1:
             raise PolicyError(f"a pool has at least one sandbox, not {size}")
+        spec = replace(spec or SandboxSpec(), journal=False)
         made = await asyncio.gather(*(self.create(spec) for _ in range(size)), return_exceptions=True)
         boxes = [box for box in made if isinstance(box, RemoteBox)]
         for failure in made:
             if isinstance(failure, BaseException):
                 await asyncio.gather(*(box.close() for box in boxes))
                 raise failure
-        return Pool(self, spec or SandboxSpec(), boxes)
+        return Pool(self, spec, boxes)
 
     async def boxes(self) -> list[RemoteBox]:
         """Returns the owner's live sandboxes, those of an earlier client included."""
@@ -168,79 +207,5 @@ class Fleet:
         await self.close()
 
 
-class RemoteBox:
-    """A sandbox on a node; fulfils `sandbox.base.Sandbox`."""
-
-    def __init__(self, connection: Connection, box_id: str):
-        self._connection, self.id = connection, box_id
-
-    async def exec(
-        self,
-        command: str | Sequence[str],
-        *,
-        stdin: bytes = b"",
-        timeout_s: float = 60.0,
-        env: Mapping[str, str] | None = None,
-        cwd: str = "/workspace",
-        output_limit: int = 1 << 20,
-    ) -> ExecResult:
-        """Runs a shell line (str) or an argv; see `sandbox.base.Sandbox`."""
-        argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
-        if not argv:
-            raise PolicyError("a command has at least one word")
-        header: Header = {"op": "exec", "argv": argv, "env": dict(env or {}), "cwd": cwd}
-        return await self._run(header, stdin, timeout_s, output_limit)
-
-    async def python(
-        self, source: str, *, stdin: bytes = b"", timeout_s: float = 10.0, output_limit: int = 1 << 16
-    ) -> ExecResult:
-        """Runs Python source in a fresh fork of the resident interpreter; see `sandbox.base.Sandbox`."""
-        code = source.encode(errors="surrogatepass")
-        header: Header = {"op": "python", "source_bytes": len(code), "cwd": "/workspace"}
-        return await self._run(header, code + stdin, timeout_s, output_limit)
-
-    async def read_file(self, path: str, *, limit: int = 16 << 20) -> bytes:
-        """Reads a file of at most `limit` bytes."""
-        _check("limit", limit, MAX_OUTPUT)
-        header: Header = {"op": "read", "box": self.id, "path": path, "limit": limit}
-        return (await self._connection.request(header))[1]
-
-    async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """Writes a file, making its parent folders."""
-        if len(data) > MAX_BODY:
-            raise PolicyError(f"a file is written in one piece of at most {MAX_BODY} bytes, not {len(data)}")
-        await self._connection.request({"op": "write", "box": self.id, "path": path, "mode": mode}, data)
-
-    async def close(self) -> None:
-        """Deletes the sandbox and everything in it."""
-        with contextlib.suppress(LostError):
-            await self._connection.request({"op": "close", "box": self.id})
-
-    async def _run(self, header: Header, body: bytes, timeout_s: float, output_limit: int) -> ExecResult:
-        _check("output_limit", output_limit, MAX_OUTPUT)
-        _check("timeout_s", timeout_s, 7 * 86400)
-        command: Header = {**header, "timeout_s": timeout_s, "limit": output_limit}
-        reply, output = await self._connection.request(
-            {"op": "run", "box": self.id, "command": command}, body
-        )
-        cut = reply["stdout_bytes"]
-        names = ("exit_code", "truncated", "timed_out", "oom", "duration_s")
-        fields: dict[str, Any] = {name: reply[name] for name in names}
-        return ExecResult(stdout=output[:cut], stderr=output[cut:], **fields)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-
 def _absolute(state_dir: Path) -> Path:
     return state_dir.expanduser().absolute()
-
-
-def _check(name: str, value: float, most: float) -> None:
-    if not 0 < value <= most:
-        raise PolicyError(f"{name} must be above 0 and at most {most}, not {value}")

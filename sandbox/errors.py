@@ -8,10 +8,15 @@ SandboxError                 anything below; it says nothing about the policy th
 ├── LostError                the sandbox or its node is gone, or was never known
 ├── ProtocolError            the sandbox answered out of shape; it has been ended
 ├── FileError                a file operation inside the sandbox failed
+├── JournalMismatchError     a replayed command is not the one that the journal has in its place
+├── UnknownOutcomeError      a command was under way when its caller or node died; what it did is not known
 └── InfrastructureError      the node failed at something else
+    └── JournalError         a journal is damaged, of an unknown version, or has outgrown its budget
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 
 class SandboxError(RuntimeError):
@@ -50,20 +55,43 @@ class FileError(SandboxError):
     """A file operation inside the sandbox failed: the text says which and why."""
 
 
+class JournalMismatchError(SandboxError):
+    """The caller's sequence of commands is not the journal's: replaying further would invent results."""
+
+
+class UnknownOutcomeError(SandboxError):
+    """A command was under way when its caller or its node died. `reason`: idempotent, running or none."""
+
+    def __init__(self, message: str, reason: str = ""):
+        super().__init__(message)
+        self.reason = reason
+
+
 class InfrastructureError(SandboxError):
     """Something else failed on the node."""
 
 
-_KINDS: dict[str, type[SandboxError]] = {kind.__name__: kind for kind in SandboxError.__subclasses__()}
+class JournalError(InfrastructureError):
+    """A journal cannot be read, or does not hold what is asked of it."""
+
+
+def _tree(kind: type[SandboxError]) -> Iterator[type[SandboxError]]:
+    yield kind
+    for below in kind.__subclasses__():
+        yield from _tree(below)
+
+
+_KINDS: dict[str, type[SandboxError]] = {kind.__name__: kind for kind in _tree(SandboxError)}
 
 
 def to_wire(error: SandboxError) -> dict[str, str]:
     """Returns an error as JSON values."""
-    reason = error.reason if isinstance(error, RefusedError) else ""
-    return {"type": type(error).__name__, "message": str(error), "reason": reason}
+    return {"type": type(error).__name__, "message": str(error), "reason": getattr(error, "reason", "")}
 
 
 def from_wire(data: dict[str, str]) -> SandboxError:
     """Returns the error that `to_wire` described."""
     kind = _KINDS.get(data["type"], InfrastructureError)
-    return RefusedError(data["message"], data["reason"]) if kind is RefusedError else kind(data["message"])
+    if issubclass(kind, RefusedError | UnknownOutcomeError):
+        return kind(data["message"], data["reason"])
+    return kind(data["message"])

@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 from collections.abc import Coroutine, Generator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,10 @@ from sandbox.backends.registry import backends, choose
 from sandbox.box import Box
 from sandbox.channel import ByteReader
 from sandbox.errors import InfrastructureError, LostError, RefusedError, SandboxError, StartTimeoutError
-from sandbox.session import Session
+from sandbox.journal import Journal
+from sandbox.journals import Journals
+from sandbox.recovery import Recorder, Replay
+from sandbox.session import Session, spec_from
 from sandbox.types import SandboxSpec
 
 SOCKET, RECORD, LOCK, READY = "node.sock", "node.json", "node.held", "ready"
@@ -66,6 +69,10 @@ class Node:
         self._backends = backends(state_dir)
         self._starting: dict[str, SandboxSpec] = {}
         self._starts = asyncio.Semaphore(limits.starts_at_once)
+        self._journals = Journals(state_dir)
+        self._keys: dict[tuple[str, str], asyncio.Lock] = {}
+        self._ending: dict[str, asyncio.Task[None]] = {}
+        self._unborn: list[Box] = []
         self._boot = secrets.token_hex(4)
         self._sessions = 0
         self._idle_since = time.monotonic()
@@ -88,14 +95,17 @@ class Node:
         if ready is not None:
             os.write(ready, READY.encode())
             os.close(ready)
-        reaper = asyncio.create_task(self._reap())
+        tasks = [asyncio.create_task(self._reap()), asyncio.create_task(self._journals.tend())]
         try:
             await self._stop.wait()
         finally:
-            reaper.cancel()
+            for task in tasks:
+                task.cancel()
             server.close()
             (self._state_dir / SOCKET).unlink(missing_ok=True)
             (self._state_dir / RECORD).unlink(missing_ok=True)
+            for box in self._unborn:
+                self._later(box.close())
             while self._starting:  # noqa: ASYNC110 (no new ones come: the node is draining)
                 await asyncio.sleep(0.01)
             for name in [*self._boxes]:
@@ -152,8 +162,14 @@ class Node:
         """Returns the backend that `name` (or `auto`) stands for on this machine."""
         return await choose(name, self._backends)
 
-    async def create(self, owner: str, backend: str, spec: SandboxSpec) -> str:
-        """Admits and starts one sandbox, and returns its id once its agent answers.
+    async def create(self, owner: str, backend: str, spec: SandboxSpec, key: str = "") -> Box:
+        """Admits and starts one sandbox, and returns it once its agent answers.
+
+        Args:
+            owner: Whose it is.
+            backend: The name of its backend.
+            spec: What is asked for.
+            key: Names the creation: a second one of the owner with the same key gets the same sandbox.
 
         Raises:
             RefusedError: It does not fit.
@@ -161,45 +177,112 @@ class Node:
             StartTimeoutError: It did not come up in time.
             InfrastructureError: It did not come up.
         """
+        if key:
+            async with self._keys.setdefault((owner, key), asyncio.Lock()):
+                made = [box for box in self._boxes.values() if (box.owner, box.key) == (owner, key)]
+                return made[0] if made else await self._create(owner, backend, spec, key)
+        return await self._create(owner, backend, spec, key)
+
+    async def _create(self, owner: str, backend: str, spec: SandboxSpec, key: str) -> Box:
+        box_id = f"{self._boot}-{secrets.token_hex(6)}"
+        with self._place(box_id, spec):
+            box = await self._start(box_id, box_id, owner, backend, spec)
+            box.key = key
+            if spec.journal:
+                head = {"sandbox": box_id, "owner": owner, "backend": backend, "spec": asdict(spec)}
+                box.recorder = Recorder(await self._journals.create(box_id, {**head, "key": key}))
+            self._enter(box)
+        return box
+
+    async def attach(self, owner: str, box_id: str, *, replay: bool) -> tuple[Box, Replay]:
+        """Returns a sandbox of an owner's earlier client, and what it took to have it.
+
+        Args:
+            owner: Whose it is.
+            box_id: Its id.
+            replay: Whether one that is gone is made anew, in its next generation, from its journal.
+
+        Raises:
+            LostError: There is none (any more), or it is gone and `replay` was not asked for.
+            JournalMismatchError: Replayed, a command ended in another way.
+            JournalError: The journal is damaged or does not hold all commands.
+        """
+        box = self._boxes.get(box_id)
+        if box is not None and box.owner == owner:
+            if box.resident.fault is None:
+                return box, Replay(0, ())
+            await self._close(box)
+        elif ending := self._ending.get(box_id):
+            await asyncio.shield(ending)
+        if not replay:
+            raise LostError(
+                f"{owner} has no living sandbox {box_id}; if its journal is there, "
+                "attaching with replay=True makes it anew"
+            )
+        journal = await self._journals.reopen(box_id, owner)
+        try:
+            return await self._renew(owner, journal)
+        except BaseException:
+            self._journals.leave(box_id)
+            raise
+
+    async def _renew(self, owner: str, journal: Journal) -> tuple[Box, Replay]:
+        box_id, spec = journal.head["sandbox"], spec_from(journal.head["spec"])
+        name = f"{box_id}-g{journal.generation + 1}"
+        with self._place(name, spec):
+            box = await self._start(box_id, name, owner, journal.head["backend"], spec)
+            box.key, box.recorder = journal.head["key"], Recorder(journal)
+            self._unborn.append(box)
+            try:
+                replayed = await box.replay()
+                journal.renew(replayed.commands)
+                self._enter(box)
+            except BaseException:
+                self._later(box.close())
+                raise
+            finally:
+                self._unborn.remove(box)
+        return box, replayed
+
+    @contextlib.contextmanager
+    def _place(self, name: str, spec: SandboxSpec) -> Generator[None]:
         if self._stop.is_set():
             raise RefusedError("the node is about to end", "draining")
         admit(self._limits, spec, [box.spec for box in self._boxes.values()], self._starting.values())
-        box_id = f"{self._boot}-{secrets.token_hex(6)}"
-        self._starting[box_id] = spec
+        self._starting[name] = spec
         try:
-            async with self._starts:
-                box = await self._start(box_id, owner, backend, spec)
+            yield
         finally:
-            del self._starting[box_id]
-        if owner not in self._owners:
-            self._close(box)
-            raise LostError(f"the lease of {owner} ended while the sandbox was being started")
-        return box_id
+            del self._starting[name]
 
-    async def _start(self, box_id: str, owner: str, backend: str, spec: SandboxSpec) -> Box:
-        # A start is never left half-way: a client that goes away has it finished and undone.
-        starting = asyncio.create_task(self._backends[backend].start(box_id, owner, spec))
-        try:
-            started = await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            self._later(self._undo(starting))
-            raise
-        box = self._boxes[box_id] = Box(box_id, owner, spec, started)
-        try:
-            async with asyncio.timeout(_START_TIMEOUT_S):
-                await box.ping(_START_TIMEOUT_S)
-        except TimeoutError as error:
+    def _enter(self, box: Box) -> None:
+        self._boxes[box.id] = box
+        if box.owner not in self._owners:
             self._close(box)
-            raise StartTimeoutError(
-                f"a {backend} sandbox said nothing for {_START_TIMEOUT_S:.0f} s"
-            ) from error
-        except SandboxError as error:
-            self._close(box)
-            raise InfrastructureError(f"a {backend} sandbox did not come up: {error}") from error
-        except asyncio.CancelledError:
-            self._close(box)
-            raise
-        return box
+            raise LostError(f"the lease of {box.owner} ended while the sandbox was being started")
+
+    async def _start(self, box_id: str, name: str, owner: str, backend: str, spec: SandboxSpec) -> Box:
+        async with self._starts:
+            # A start is never left half-way: a client that goes away has it finished and undone.
+            starting = asyncio.create_task(self._backends[backend].start(name, owner, spec))
+            try:
+                started = await asyncio.shield(starting)
+            except asyncio.CancelledError:
+                self._later(self._undo(starting))
+                raise
+            box = Box(box_id, owner, spec, started)
+            try:
+                async with asyncio.timeout(_START_TIMEOUT_S):
+                    await box.ping(_START_TIMEOUT_S)
+            except BaseException as error:
+                self._later(box.close())
+                if isinstance(error, TimeoutError):
+                    what = f"a {backend} sandbox said nothing for {_START_TIMEOUT_S:.0f} s"
+                    raise StartTimeoutError(what) from error
+                if isinstance(error, SandboxError):
+                    raise InfrastructureError(f"a {backend} sandbox did not come up: {error}") from error
+                raise
+            return box
 
     async def _undo(self, starting: asyncio.Task[Started]) -> None:
         with contextlib.suppress(SandboxError):
@@ -224,7 +307,15 @@ class Node:
 
     def _close(self, box: Box) -> asyncio.Task[None]:
         self._boxes.pop(box.id, None)
-        return self._later(box.close())
+        ending = self._ending[box.id] = self._later(self._end(box))
+        return ending
+
+    async def _end(self, box: Box) -> None:
+        try:
+            await box.close()
+        finally:
+            self._journals.leave(box.id)
+            self._ending.pop(box.id, None)
 
     def _later(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -233,19 +324,24 @@ class Node:
         return task
 
     async def close_box(self, box_id: str, owner: str) -> None:
-        """Ends a sandbox; one that is gone already is fine."""
+        """Ends a sandbox and deletes its journal; one that is gone already is fine."""
         if (box := self._boxes.get(box_id)) is not None and box.owner == owner:
             await self._close(box)
+        elif ending := self._ending.get(box_id):
+            await asyncio.shield(ending)
+        await self._journals.remove(box_id, owner)
 
     def _release(self, name: str) -> list[asyncio.Task[None]]:
         self._owners.pop(name, None)
         return [self._close(box) for box in [box for box in self._boxes.values() if box.owner == name]]
 
     async def release(self, name: str) -> int:
-        """Ends an owner's lease and sandboxes now; returns how many there were."""
-        ending = self._release(name)
-        await asyncio.gather(*ending, return_exceptions=True)
-        return len(ending)
+        """Ends an owner's lease, sandboxes and their journals now; returns how many sandboxes there were."""
+        held = self.boxes(name)
+        await asyncio.gather(*self._release(name), return_exceptions=True)
+        for box_id in held:
+            await self._journals.remove(box_id, name)
+        return len(held)
 
     def owners(self) -> dict[str, dict[str, Any]]:
         """Returns who holds what."""

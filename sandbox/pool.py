@@ -12,7 +12,8 @@ from sandbox.errors import FileError, PolicyError, RefusedError, SandboxError
 from sandbox.types import SandboxSpec
 
 if TYPE_CHECKING:
-    from sandbox.client import Fleet, RemoteBox
+    from sandbox.client import Fleet
+    from sandbox.remote import RemoteBox
 
 _LOG = logging.getLogger("sandbox.pool")
 _HARMLESS = (FileError, PolicyError, RefusedError)

@@ -47,6 +47,7 @@ class Resident:
         self._ids, self._sequence = itertools.count(1), itertools.count(1)
         self._waiting: dict[int, asyncio.Future[tuple[Header, bytes]]] = {}
         self._room: dict[int, int] = {}
+        self._cancelled: set[asyncio.Future[tuple[Header, bytes]]] = set()
         self._ending: asyncio.Task[None] | None = None
         self.fault: SandboxError | None = None
         self._task = asyncio.create_task(self._receive())
@@ -67,8 +68,9 @@ class Resident:
         try:
             async with asyncio.timeout(timeout_s + _LATE_S):
                 await self._send({**header, "id": number}, body)
-                return await reply
+                return await asyncio.shield(reply)
         except TimeoutError:
+            del self._waiting[number]
             await self._end(LostError(f"the sandbox did not answer within {timeout_s + _LATE_S:.0f} s"))
             assert self.fault is not None
             raise self.fault from None
@@ -76,17 +78,33 @@ class Resident:
             self._cancel(number)
             raise
         finally:
-            self._waiting.pop(number, None)
+            if reply not in self._cancelled:
+                self._waiting.pop(number, None)
 
     async def close(self) -> None:
         """Ends the sandbox; returns when it is gone."""
         await self._end(LostError("the sandbox was closed"))
+
+    async def settled(self) -> None:
+        """Returns when the commands of cancelled callers have ended; a sandbox that keeps one is ended."""
+        if self._cancelled and (await asyncio.wait(self._cancelled, timeout=_LATE_S))[1]:
+            await self._end(LostError("a cancelled command did not end"))
+        if self.fault is not None:
+            raise self.fault
 
     def _cancel(self, number: int) -> None:
         if self.fault is None and number in self._room:
             kill = next(self._ids)
             self._room[kill] = 0
             self._writer.write(encode({"op": "kill", "target": number, "id": kill}))
+            reply = self._waiting[number]
+            self._cancelled.add(reply)
+            reply.add_done_callback(lambda done: self._forget(number, done))
+
+    def _forget(self, number: int, reply: asyncio.Future[tuple[Header, bytes]]) -> None:
+        self._waiting.pop(number, None)
+        self._cancelled.discard(reply)
+        reply.exception()  # nobody waits for it
 
     async def _send(self, header: Header, body: bytes) -> None:
         try:

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from sandbox.channel import ByteReader, Header, encode, read_frame
 from sandbox.errors import InfrastructureError, ProtocolError, SandboxError, to_wire
+from sandbox.recovery import Claim
 from sandbox.types import Limits, SandboxSpec
 
 if TYPE_CHECKING:
+    from sandbox.box import Box
     from sandbox.node import Node, Owner
 
 _LOG = logging.getLogger("sandbox.node")
@@ -30,7 +32,7 @@ class Session:
         self._lease: Owner | None = None
         self._operations = {
             "ping": self._ping, "hello": self._hello, "create": self._create, "run": self._run,
-            "read": self._read, "write": self._write, "close": self._close, "boxes": self._boxes,
+            "attach": self._attach, "close": self._close, "boxes": self._boxes,
             "release": self._release, "owners": self._owners,
         }  # fmt: skip
 
@@ -96,24 +98,25 @@ class Session:
         return {"backend": backend.name, "pid": os.getpid(), "capabilities": capabilities}, b""
 
     async def _create(self, header: Header, body: bytes) -> _Reply:
+        spec = spec_from(header["spec"])
+        box = await self._node.create(self._who(), header["backend"], spec, key=header.get("key", ""))
+        return _about(box), b""
+
+    async def _attach(self, header: Header, body: bytes) -> _Reply:
+        box, replayed = await self._node.attach(self._who(), header["box"], replay=header["replay"])
+        return {**_about(box), **asdict(replayed)}, b""
+
+    def _who(self) -> str:
         if not self._owner:
             raise ProtocolError("a client says hello first")
-        return {
-            "box": await self._node.create(self._owner, header["backend"], spec_from(header["spec"]))
-        }, b""
+        return self._owner
 
     async def _run(self, header: Header, body: bytes) -> _Reply:
-        result = await self._node.box(header["box"], self._owner).run(header["command"], body)
+        claim = Claim(**header.get("claim", {}))
+        result = await self._node.box(header["box"], self._owner).run(header["command"], body, claim)
         names = ("exit_code", "truncated", "timed_out", "oom", "duration_s")
         fields: Header = {name: getattr(result, name) for name in names}
         return {**fields, "stdout_bytes": len(result.stdout)}, result.stdout + result.stderr
-
-    async def _read(self, header: Header, body: bytes) -> _Reply:
-        return {}, await self._node.box(header["box"], self._owner).read_file(header["path"], header["limit"])
-
-    async def _write(self, header: Header, body: bytes) -> _Reply:
-        await self._node.box(header["box"], self._owner).write_file(header["path"], body, header["mode"])
-        return {}, b""
 
     async def _close(self, header: Header, body: bytes) -> _Reply:
         await self._node.close_box(header["box"], self._owner)
@@ -127,6 +130,12 @@ class Session:
 
     async def _owners(self, header: Header, body: bytes) -> _Reply:
         return {"owners": self._node.owners()}, b""
+
+
+def _about(box: Box) -> Header:
+    journal = box.recorder.journal if box.recorder else None
+    known = {"generation": journal.generation, "recorded": journal.last} if journal else {}
+    return {"box": box.id, "generation": 1, "recorded": 0, **known}
 
 
 def spec_from(data: Mapping[str, Any]) -> SandboxSpec:

@@ -43,13 +43,15 @@ class Capabilities:
 class SandboxSpec:
     """What to create. `image` names an image of the backend; empty is the built-in Python image.
 
-    A sandbox that nobody has used for `ttl_s` seconds is ended.
+    A sandbox that nobody has used for `ttl_s` seconds is ended. With `journal` its commands and their results
+    are written down, so that a caller who starts over can attach to it.
     """
 
     image: str = ""
     limits: Limits = field(default_factory=Limits)
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     ttl_s: float = 3600.0
+    journal: bool = True
 
 
 @dataclass(frozen=True, slots=True)

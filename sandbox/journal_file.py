@@ -1,0 +1,139 @@
+"""The bytes of a journal: records with checksums, torn tails told from damage, older versions read.
+
+    file    = MAGIC  version:u16  record*
+    record  = head:u32  body:u32  crc32:u32  JSON object of `head` bytes  `body` bytes
+
+The checksum covers lengths, object and body. A last record that is cut short or whose checksum is wrong is
+what a crash leaves (*torn*). A wrong record with others behind it is damage, and an error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from sandbox.errors import JournalError
+
+MAGIC = b"TMPRJRNL"
+VERSION = 1
+"""Written by this program; it reads the one before as well."""
+
+_VERSION = struct.Struct("!H")
+RECORD = struct.Struct("!III")
+START = len(MAGIC) + _VERSION.size
+Record = dict[str, Any]
+_UPGRADES: dict[int, Callable[[Record], Record]] = {}
+"""By version: how a record of it becomes one of the next."""
+
+
+class Scanned(NamedTuple):
+    """A record: where it starts, its object and body, and where the next one starts."""
+
+    offset: int
+    record: Record
+    body: bytes
+    end: int
+
+
+def opening(version: int = VERSION) -> bytes:
+    """Returns what a file starts with."""
+    return MAGIC + _VERSION.pack(version)
+
+
+def encode(record: Mapping[str, Any], body: bytes = b"") -> bytes:
+    """Returns a record as bytes."""
+    head = json.dumps(record).encode()
+    sizes = RECORD.pack(len(head), len(body), 0)[:8]
+    checksum = zlib.crc32(body, zlib.crc32(head, zlib.crc32(sizes)))
+    return sizes + checksum.to_bytes(4, "big") + head + body
+
+
+def decode(data: bytes | memoryview) -> tuple[Record, bytes] | None:
+    """Returns the record that `data` starts with, or None when it is cut short or wrong."""
+    if len(data) < RECORD.size:
+        return None
+    head, size, checksum = RECORD.unpack_from(data)
+    content = data[RECORD.size : RECORD.size + head + size]
+    if not head or len(content) < head + size or zlib.crc32(content, zlib.crc32(data[:8])) != checksum:
+        return None
+    return cast("Record", json.loads(bytes(content[:head]))), bytes(content[head:])
+
+
+def version_of(data: bytes, path: Path) -> int:
+    """Returns the version of a journal that starts with `data`.
+
+    Raises:
+        JournalError: It is none, or of a version that is not read here.
+    """
+    if len(data) < START or not data.startswith(MAGIC):
+        raise JournalError(f"{path} is not a journal")
+    (version,) = _VERSION.unpack_from(data, len(MAGIC))
+    if not max(VERSION - 1, 1) <= version <= VERSION:
+        raise JournalError(
+            f"the journal {path} has format {version}, and {max(VERSION - 1, 1)} to {VERSION} are read here: "
+            "use the release that wrote it, or start the sandbox anew"
+        )
+    return version
+
+
+def scan(path: Path) -> Iterator[Scanned]:
+    """Yields the records of a journal, those of an older version as of this one, up to a torn tail.
+
+    Raises:
+        JournalError: It is damaged in the middle, or of a version that is not read here.
+    """
+    data = path.read_bytes()
+    version, view, offset = version_of(data, path), memoryview(data), START
+    while offset < len(data):
+        found = decode(view[offset:])
+        if found is None:
+            if not _torn(view[offset:]):
+                raise JournalError(f"the journal {path} is damaged at byte {offset}, with records behind it")
+            return
+        record, body = found
+        for older in range(version, VERSION):
+            record = _UPGRADES[older](record)
+        head, size, _ = RECORD.unpack_from(view, offset)
+        end = offset + RECORD.size + head + size
+        yield Scanned(offset, record, body, end)
+        offset = end
+
+
+def _torn(rest: memoryview) -> bool:
+    """Whether a record that cannot be read is the file's last: cut short, half on disk, or never written."""
+    if len(rest) < RECORD.size or not any(rest):
+        return True
+    head, size, _ = RECORD.unpack_from(rest)
+    if not head:
+        return False
+    return RECORD.size + head + size >= len(rest)
+
+
+def upgrade(path: Path) -> None:
+    """Rewrites a journal of the version before as one of this version."""
+    with path.open("rb") as file:
+        if version_of(file.read(START), path) == VERSION:
+            return
+    fresh = path.with_suffix(".upgrade")
+    with fresh.open("wb") as file:
+        file.write(opening())
+        for _, record, body, _ in scan(path):
+            file.write(encode(record, body))
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Returns when the names in a folder are on disk."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
