@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,9 @@ from sandbox.types import SandboxSpec
 
 _OVERCOMMIT = 4
 """Most sandboxes use little of the memory they may: limits may add up to so many times what there is."""
+
+_CPU_OVERCOMMIT = 256
+"""Nine in ten use less than a twentieth of the cores they may, and groups start by the hundred."""
 
 
 def _meminfo(name: str) -> int:
@@ -30,6 +35,9 @@ class NodeLimits:
         reserve_bytes: Memory that stays free on the machine.
         starting: Sandboxes that wait for their start or are being started.
         starts_at_once: Of these, how many are being started at the same time.
+        cpus: What their limits of cores may add up to; 0 stands for 256 times the machine's.
+        pids: What their limits of processes may add up to; 0 stands for the kernel's number of processes.
+        reserve_disk_bytes: Room that stays free where the state folder is.
     """
 
     sandboxes: int = 512
@@ -37,10 +45,17 @@ class NodeLimits:
     reserve_bytes: int = 256 << 20
     starting: int = 64
     starts_at_once: int = 4
+    cpus: float = 0.0
+    pids: int = 0
+    reserve_disk_bytes: int = 256 << 20
 
 
 def admit(
-    limits: NodeLimits, spec: SandboxSpec, held: Collection[SandboxSpec], starting: Collection[SandboxSpec]
+    limits: NodeLimits,
+    spec: SandboxSpec,
+    held: Collection[SandboxSpec],
+    starting: Collection[SandboxSpec],
+    state_dir: Path,
 ) -> None:
     """Returns when `spec` fits beside what the node holds and starts.
 
@@ -57,6 +72,9 @@ def admit(
         raise RefusedError(f"the node holds its {limits.sandboxes} sandboxes", "sandboxes")
     if len(starting) >= limits.starting:
         raise RefusedError(f"{len(starting)} sandboxes are being started; try again", "start_rate")
+    _admit_sums(limits, spec, (*held, *starting, spec))
+    if (room := shutil.disk_usage(state_dir).free) < limits.reserve_disk_bytes:
+        raise RefusedError(f"the disk of {state_dir} has only {room >> 20} MiB left", "disk")
     total = sum(s.limits.memory_bytes for s in (*held, *starting, spec))
     if total > budget:
         raise RefusedError(
@@ -65,3 +83,17 @@ def admit(
         )
     if (free := _meminfo("MemAvailable")) < limits.reserve_bytes:
         raise RefusedError(f"the machine has only {free >> 20} MiB of memory left", "memory")
+
+
+def _admit_sums(limits: NodeLimits, spec: SandboxSpec, together: Collection[SandboxSpec]) -> None:
+    cpus = limits.cpus or _CPU_OVERCOMMIT * (os.cpu_count() or 1)
+    pids = limits.pids or int(Path("/proc/sys/kernel/pid_max").read_text())
+    if spec.limits.cpus > cpus or spec.limits.pids > pids:
+        raise PolicyError(
+            f"a sandbox of {spec.limits.cpus} cores and {spec.limits.pids} processes is beyond the node's "
+            f"{cpus} and {pids}"
+        )
+    if (cores := sum(s.limits.cpus for s in together)) > cpus:
+        raise RefusedError(f"limits of cores would add up to {cores:g} of {cpus:g}", "cpu")
+    if (processes := sum(s.limits.pids for s in together)) > pids:
+        raise RefusedError(f"limits of processes would add up to {processes} of {pids}", "pids")

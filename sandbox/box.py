@@ -5,19 +5,38 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from sandbox.backends.base import Started
+from sandbox.background import Background
 from sandbox.channel import Header
-from sandbox.errors import InfrastructureError, LostError, PolicyError, ProtocolError, RefusedError
+from sandbox.errors import (
+    InfrastructureError,
+    LostError,
+    PolicyError,
+    ProtocolError,
+    RefusedError,
+    SandboxOomError,
+)
+from sandbox.outcome import FIELDS, Outcome
 from sandbox.recovery import Claim, Recorder, Replay, replay
-from sandbox.resident import Resident, check_result
-from sandbox.types import ExecResult, SandboxSpec
+from sandbox.resident import STATE, Resident, Sink, check_result
+from sandbox.types import Capabilities, SandboxSpec
 
 _PROCESSES_A_COMMAND = 8
-_MAX_QUEUE = 1024
+_MAX_QUEUE, _MAX_PROCESSES = 1024, 32
+_ASK_S = 10.0
 _NEXT = Claim()
-OPERATIONS = frozenset({"exec", "python", "read", "write"})
+OPERATIONS = frozenset({"exec", "python", "read", "write", "list", "stat", "pack", "unpack", "remove"})
+"""What a caller can have the agent do, besides what `Background` does."""
+
+_UNRECORDED = frozenset({"pack"})
+"""Trees go out as they are at that time, and are too large for a journal."""
+
+_USERS = range(1000, 60000)
 
 
 @dataclass(slots=True)
@@ -27,86 +46,170 @@ class Box:
     id: str
     owner: str
     spec: SandboxSpec
+    backend: str
     started: Started
+    capabilities: Capabilities
     recorder: Recorder | None = None
     key: str = ""
+    snapshot: str = ""
+    ttl_s: float = field(init=False)
     resident: Resident = field(init=False)
+    background: Background = field(init=False)
     used: float = field(default_factory=time.monotonic)
     running: int = 0
     places: asyncio.Semaphore = field(init=False)
+    pausing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
+        self.ttl_s = self.spec.ttl_s
         # What does not fit beside the commands that run waits here, in order, not as a failed fork.
         self.places = asyncio.Semaphore(max(self.spec.limits.pids // _PROCESSES_A_COMMAND, 1))
-        self.resident = Resident(self.started.reader, self.started.writer, self.started.kill)
+        self.resident = Resident(self.started.reader, self.started.writer, self._kill)
+        self.background = Background(self.resident, min(_MAX_PROCESSES, max(self.spec.limits.pids // 4, 1)))
+
+    async def _kill(self) -> None:
+        if isinstance(fault := self.resident.fault, LostError) and self.started.oom_kills():
+            self.resident.fault = SandboxOomError(f"{fault}; the kernel has ended processes of it for memory")
+        await self.started.kill()
 
     def expired(self) -> bool:
         """Whether it is of no use any more: dead, or idle for longer than its time to live."""
-        idle = not self.running and time.monotonic() - self.used > self.spec.ttl_s
+        idle = not self.running and time.monotonic() - self.used > self.ttl_s
         return idle or self.resident.fault is not None
+
+    def extend(self, ttl_s: float) -> None:
+        """Sets how long it may be idle from now on."""
+        self.ttl_s, self.used = ttl_s, time.monotonic()
 
     async def ping(self, timeout_s: float) -> None:
         """Returns when the agent answers."""
         await self.resident.request({"op": "ping"}, timeout_s=timeout_s)
 
-    async def run(self, command: Header, body: bytes, claim: Claim = _NEXT) -> ExecResult:
-        """Runs a command (`op` is one of `OPERATIONS`), or answers it from the journal.
+    async def run(
+        self, command: Header, body: bytes, claim: Claim = _NEXT, sink: Sink | None = None
+    ) -> Outcome:
+        """Runs a command (`op` is one of `OPERATIONS` or of `Background`), or answers it from the journal.
+
+        Args:
+            command: What to do.
+            body: The bytes that go with it.
+            claim: What the caller says of its place in the sequence.
+            sink: Takes the output of a command that streams, ahead of the outcome.
 
         Raises:
-            RefusedError: Too many commands wait for this sandbox (`busy`).
+            RefusedError: Too many commands wait for this sandbox (`busy`), or it is `paused`.
             InfrastructureError: The command could not be started.
             LostError: The sandbox is gone.
             ProtocolError: It answered out of shape.
+            PolicyError: There is no such command, or this sandbox does not offer it.
             JournalMismatchError: A caller who replays has another command than the journal.
             UnknownOutcomeError: The command was under way when an earlier caller died.
         """
-        if command["op"] not in OPERATIONS:
-            raise PolicyError(f"there is no command {command['op']!r}, only {', '.join(sorted(OPERATIONS))}")
-        if self.recorder is None:
-            if claim.seq:
+        self._check(command)
+        perform = functools.partial(self.perform, command, body, sink)
+        if self.recorder is None or command["op"] in _UNRECORDED:
+            if claim.seq and command["op"] not in _UNRECORDED:
                 raise PolicyError(f"sandbox {self.id} has no journal to replay: create it with journal=True")
-            return await self._queue(command, body)
-        perform = functools.partial(self._queue, command, body)
+            return await perform()
         return await self.recorder.run(command, body, claim, perform, self.resident.settled)
 
-    async def replay(self) -> Replay:
+    def _check(self, command: Header) -> None:
+        known = OPERATIONS | Background.OPERATIONS
+        if command["op"] not in known:
+            raise PolicyError(f"there is no command {command['op']!r}, only {', '.join(sorted(known))}")
+        if (user := command.get("user")) is not None:
+            if not self.capabilities.separate_users:
+                raise PolicyError(
+                    "commands have no user of their own here (separate_users): run as root, or use docker"
+                )
+            if user not in _USERS:
+                raise PolicyError(f"commands run as a user from {_USERS[0]} to {_USERS[-1]}, not {user}")
+        if command.get("pty") and not self.capabilities.terminal:
+            raise PolicyError("this backend has no terminals")
+
+    async def replay(self, since: int = 0) -> Replay:
         """Runs what the journal has as finished, in this fresh sandbox; see `recovery.replay`."""
         assert self.recorder is not None
-        return await replay(self.recorder.journal, self._queue)
+        self.background.skip(self.recorder.journal.count("start", since))
+        return await replay(self.recorder.journal, self.perform, since)
 
-    async def _queue(self, header: Header, body: bytes) -> ExecResult:
+    async def perform(self, header: Header, body: bytes, sink: Sink | None = None) -> Outcome:
+        """Runs a command without a word to the journal; waits for its turn."""
+        if self.resident.clocks.held:
+            raise RefusedError(f"sandbox {self.id} is paused: resume it first", "paused")
         if self.running >= _MAX_QUEUE:
             raise RefusedError(f"{self.running} commands wait for this sandbox already", "busy")
         self.running += 1
         try:
+            if header["op"] in Background.OPERATIONS:
+                return await self.background.run(header, body)
             async with self.places:
-                return await self._run(header, body)
+                return await self._run(header, body, sink)
         finally:
             self.running -= 1
             self.used = time.monotonic()
 
-    async def _run(self, header: Header, body: bytes) -> ExecResult:
+    async def _run(self, header: Header, body: bytes, sink: Sink | None) -> Outcome:
         kills = self.started.oom_kills()
-        reply, output = await self.resident.request(header, body, timeout_s=float(header["timeout_s"]))
+        if sink is None and header.get("stream"):
+            header = {**header, "stream": False}
+        reply, output = await self.resident.request(
+            header, body, timeout_s=float(header["timeout_s"]), sink=sink
+        )
         if isinstance(problem := reply.get("error"), str):
             raise InfrastructureError(f"the sandbox could not start the command ({problem[:40]})")
         try:
-            check_result(reply, output, int(header["limit"]))
+            check_result(reply, output, int(header["limit"]), STATE if header.get("state") else 0)
         except ProtocolError:
             await self.resident.close()
             raise
         if reply["dirty"]:
             self.resident.fault = LostError("a command left files behind that could not be removed")
         unknown = reply["timed_out"] or reply["cancelled"]
-        return ExecResult(
-            exit_code=None if unknown else reply["exit_code"],
-            stdout=output[: reply["stdout_bytes"]],
-            stderr=output[reply["stdout_bytes"] :],
-            truncated=reply["truncated"],
-            timed_out=reply["timed_out"],
-            oom=reply["exit_code"] != 0 and self.started.oom_kills() > kills,
-            duration_s=reply["duration_s"],
-        )
+        oom = reply["exit_code"] != 0 and self.started.oom_kills() > kills
+        fields: dict[str, Any] = {name: reply.get(name) for name in FIELDS}
+        fields |= {"oom": oom, "exit_code": None if unknown else reply["exit_code"]}
+        fields |= {"stdout_bytes": reply["stdout_bytes"], "stderr_bytes": reply["stderr_bytes"]}
+        return Outcome.of(fields, output)
+
+    async def pause(self) -> None:
+        """Stops all its processes; their deadlines stand still.
+
+        Raises:
+            PolicyError: The backend cannot.
+        """
+        async with self.pausing:
+            if self.started.pause is None:
+                raise PolicyError("this backend cannot pause here (capability pause)")
+            if not self.resident.clocks.held:
+                await self.resident.request({"op": "hold"}, timeout_s=_ASK_S)
+                self.resident.clocks.hold()
+                await self.started.pause(True)
+            self.used = time.monotonic()
+
+    async def resume(self) -> None:
+        """Lets a paused sandbox go on."""
+        async with self.pausing:
+            if self.resident.clocks.held and self.started.pause is not None:
+                await self.started.pause(False)
+                self.resident.clocks.go_on()
+                await self.resident.request({"op": "go_on"}, timeout_s=_ASK_S)
+            self.used = time.monotonic()
+
+    @asynccontextmanager
+    async def quiet(self) -> AsyncGenerator[int]:
+        """Keeps commands out while a snapshot is taken; gives the number of the last one.
+
+        Raises:
+            RefusedError: A command is running (`busy`).
+        """
+        if self.resident.clocks.held:
+            raise RefusedError(f"sandbox {self.id} is paused: resume it first", "paused")
+        if self.running:
+            raise RefusedError(
+                f"{self.running} commands run in sandbox {self.id}: wait for their end", "busy"
+            )
+        yield self.recorder.journal.last if self.recorder else 0
 
     async def close(self) -> None:
         """Ends the sandbox with everything in it; returns when it is gone."""

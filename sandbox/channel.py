@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 from sandbox.errors import LostError, ProtocolError
 
 _SIZES = struct.Struct("!II")
-MAX_HEADER = 1 << 16
+MAX_HEADER = 1 << 18
 MAX_BODY = 64 << 20
 Header = dict[str, Any]
 

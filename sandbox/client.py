@@ -119,13 +119,19 @@ class Fleet:
         return Reclaimed({name: count for name, count in ended.items() if count})
 
     async def create(
-        self, spec: SandboxSpec | None = None, *, key: str = "", wait_s: float = 60.0
+        self,
+        spec: SandboxSpec | None = None,
+        *,
+        key: str = "",
+        snapshot: str = "",
+        wait_s: float = 60.0,
     ) -> RemoteBox:
         """Starts a sandbox; while too many are being started it asks again, for at most `wait_s` seconds.
 
         Args:
             spec: What to start.
             key: Names the creation: a second one with the same key gets the sandbox of the first.
+            snapshot: Starts with the files of a snapshot (`RemoteBox.snapshot`).
             wait_s: How long to ask again.
 
         Raises:
@@ -133,7 +139,8 @@ class Fleet:
             PolicyError: The backend or the node does not offer what `spec` asks for.
             StartTimeoutError: The sandbox did not come up in time.
         """
-        request = {"op": "create", "backend": self.backend, "spec": asdict(spec or SandboxSpec()), "key": key}
+        request = {"op": "create", "backend": self.backend, "spec": asdict(spec or SandboxSpec())}
+        request |= {"key": key, "snapshot": snapshot}
         deadline = time.monotonic() + wait_s
         while True:
             try:
@@ -190,6 +197,14 @@ class Fleet:
         """Returns the owner's live sandboxes, those of an earlier client included."""
         reply, _ = await self._connection.request({"op": "boxes"})
         return [RemoteBox(self._connection, name) for name in reply["boxes"]]
+
+    async def snapshots(self) -> list[str]:
+        """Returns the owner's snapshots, the oldest first; they end with the owner, or after a day."""
+        return (await self._connection.request({"op": "snapshots"}))[0]["snapshots"]
+
+    async def forget(self, snapshot: str) -> None:
+        """Deletes a snapshot."""
+        await self._connection.request({"op": "forget", "snapshot": snapshot})
 
     async def close(self, *, release: bool = True) -> None:
         """Disconnects; with `release` the owner's sandboxes end now instead of with the lease."""

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from sandbox.channel import Header, encode, read_frame
@@ -27,6 +28,7 @@ class Connection:
         self._reader, self._writer = reader, writer
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[tuple[Header, bytes]]] = {}
+        self._sinks: dict[int, Callable[[int, bytes], None]] = {}
         self._fault: SandboxError | None = None
         self._heard = time.monotonic()
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
@@ -40,8 +42,15 @@ class Connection:
         """
         return cls(*await asyncio.open_unix_connection(path, limit=1 << 22))
 
-    async def request(self, header: Header, body: bytes = b"") -> tuple[Header, bytes]:
+    async def request(
+        self, header: Header, body: bytes = b"", sink: Callable[[int, bytes], None] | None = None
+    ) -> tuple[Header, bytes]:
         """Sends a request and returns its reply; a cancelled caller cancels it on the node.
+
+        Args:
+            header: The request.
+            body: Bytes that go with it.
+            sink: Takes output (0 of stdout, 1 of stderr) that comes ahead of the reply; must not wait.
 
         Raises:
             SandboxError: The node says so, or is gone.
@@ -52,6 +61,8 @@ class Connection:
         frame = encode({**header, "id": number}, body)
         reply: asyncio.Future[tuple[Header, bytes]] = asyncio.get_running_loop().create_future()
         self._waiting[number] = reply
+        if sink is not None:
+            self._sinks[number] = sink
         try:
             self._writer.write(frame)
             await self._writer.drain()
@@ -63,6 +74,7 @@ class Connection:
             raise LostError("the sandbox node is gone") from error
         finally:
             self._waiting.pop(number, None)
+            self._sinks.pop(number, None)
         if "error" in answer:
             raise from_wire(answer["error"])
         return answer, data
@@ -82,11 +94,24 @@ class Connection:
             while True:
                 header, body = await read_frame(self._reader)
                 self._heard = time.monotonic()
+                if "event" in header:
+                    self._pass_on(header, body)
+                    continue
                 reply = self._waiting.get(header["id"])
                 if reply is not None and not reply.done():
                     reply.set_result((header, body))
         except SandboxError as error:
             self._fail(LostError(f"the sandbox node is gone ({error})"))
+
+    def _pass_on(self, header: Header, body: bytes) -> None:
+        reply, sink = self._waiting.get(header["id"]), self._sinks.get(header["id"])
+        if reply is None or sink is None or reply.done():
+            return
+        try:
+            sink(header["event"], body)
+        except (SandboxError, OSError) as error:
+            self._writer.write(encode({"op": "cancel", "target": header["id"], "id": next(self._ids)}))
+            reply.set_exception(error)
 
     async def _watch(self) -> None:
         while True:

@@ -31,7 +31,7 @@ _TOOLS = (
     "sh", "bash", "cat", "ls", "cp", "mv", "rm", "mkdir", "rmdir", "head", "tail", "wc", "sort", "uniq",
     "cut", "tr", "grep", "sed", "find", "xargs", "env", "sleep", "true", "false", "echo", "test", "dd",
     "stat", "chmod", "touch", "ln", "tee", "seq", "yes", "id", "setsid", "timeout", "diff", "awk",
-    "printf", "nohup", "mkfifo",
+    "printf", "nohup", "mkfifo", "readlink", "basename", "dirname", "mktemp", "date", "stty", "tty",
 )  # fmt: skip
 _EXCLUDED = re.compile(
     r"/(__pycache__|test|tests|idlelib|tkinter|turtledemo|ensurepip|lib2to3|config-.*)(/|$)"

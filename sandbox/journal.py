@@ -25,13 +25,12 @@ from typing import Any, cast
 
 from sandbox.errors import JournalError, JournalMismatchError, SandboxError, from_wire, to_wire
 from sandbox.journal_file import RECORD, START, Record, decode, encode, opening, scan, sync_folder, upgrade
-from sandbox.types import ExecResult
+from sandbox.outcome import Outcome
 
 SYNC_S = 0.25
 BUDGET = 64 << 20
 """Bytes of a journal; beyond, commands and outputs are kept as hashes only, and cannot be given back."""
 
-_RESULT = ("exit_code", "truncated", "timed_out", "oom", "duration_s")
 _NOT_DIGESTED = frozenset({"timeout_s", "limit"})
 
 
@@ -40,6 +39,7 @@ class Entry:
     """One command: its digest, and where in the file its intent and its result are (0: there is none)."""
 
     digest: str
+    operation: str
     idempotent: bool
     intent: int
     result: int = 0
@@ -60,21 +60,32 @@ class Journal:
     torn: int = 0
 
     @classmethod
-    def create(cls, path: Path, head: Mapping[str, Any]) -> Journal:
+    def create(
+        cls, path: Path, head: Mapping[str, Any], past: Journal | None = None, until: int = 0
+    ) -> Journal:
         """Starts a journal whose first record is `head`; returns when that is on disk.
 
         Args:
             path: Of a file that does not exist.
             head: Who the sandbox is, what it was asked to be and whose it is: JSON values.
+            past: The journal of the sandbox of which this one is a fork.
+            until: The last command of `past` that this one shares.
         """
         path.parent.mkdir(mode=0o700, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         os.write(fd, opening())
         journal = cls(path, dict(head), fd, START)
         journal._append({"kind": "sandbox", **head})
+        if past is not None:
+            journal._inherit(past, until)
         journal.sync()
         sync_folder(path.parent)
         return journal
+
+    def _inherit(self, past: Journal, until: int) -> None:
+        for _, record, body, _ in scan(past.path):
+            if 0 < record.get("seq", 0) <= until:
+                self._take(self._append({**record, "generation": 1}, body), record)
 
     @classmethod
     def open(cls, path: Path) -> Journal:
@@ -108,7 +119,7 @@ class Journal:
         if kind == "sandbox":
             self.head = {name: value for name, value in record.items() if name != "kind"}
         elif kind == "intent":
-            self.entries[record["seq"]] = Entry(record["digest"], record["idempotent"], offset)
+            self.entries[record["seq"]] = Entry(record["digest"], record["op"], record["idempotent"], offset)
         elif kind in ("result", "error"):
             self.entries[record["seq"]].result = offset
         elif kind == "rerun":
@@ -130,6 +141,7 @@ class Journal:
             "kind": "intent",
             "seq": seq,
             "generation": self.generation,
+            "op": command["op"],
             "digest": digest(command, body),
             "idempotent": idempotent,
             "command_bytes": len(data) if kept else -1,
@@ -138,16 +150,15 @@ class Journal:
         self._take(offset, record)
         return seq
 
-    def finish(self, seq: int, result: ExecResult) -> None:
+    def finish(self, seq: int, outcome: Outcome) -> None:
         """Writes down what a command returned."""
-        output = result.stdout + result.stderr
+        output = outcome.body()
         kept = self._end + len(output) <= BUDGET
         record: Record = {
             "kind": "result",
             "seq": seq,
             "generation": self.generation,
-            **{name: getattr(result, name) for name in _RESULT},
-            "stdout_bytes": len(result.stdout),
+            **outcome.fields(),
             "output_sha256": hashlib.sha256(output).hexdigest(),
             "output_bytes": len(output) if kept else -1,
         }
@@ -184,8 +195,8 @@ class Journal:
             )
         return entry
 
-    def result(self, seq: int) -> ExecResult:
-        """Returns the recorded result of a finished command.
+    def result(self, seq: int) -> Outcome:
+        """Returns the recorded outcome of a finished command.
 
         Raises:
             SandboxError: The one with which the command did not run.
@@ -198,9 +209,11 @@ class Journal:
             raise JournalError(
                 f"of command {seq} only the hash of its output was kept: the journal is at its {BUDGET} bytes"
             )
-        cut = record["stdout_bytes"]
-        fields: Record = {name: record[name] for name in _RESULT}
-        return ExecResult(stdout=body[:cut], stderr=body[cut:], **fields)
+        return Outcome.of(record, body)
+
+    def count(self, operation: str, until: int) -> int:
+        """Returns how many of the first `until` commands are of a kind."""
+        return sum(self.entries[seq].operation == operation for seq in range(1, until + 1))
 
     def failed(self, seq: int) -> bool:
         """Whether a finished command is one that did not run."""

@@ -20,15 +20,13 @@ from typing import Any, NamedTuple, cast
 from sandbox.errors import JournalError
 
 MAGIC = b"TMPRJRNL"
-VERSION = 1
+VERSION = 2
 """Written by this program; it reads the one before as well."""
 
 _VERSION = struct.Struct("!H")
 RECORD = struct.Struct("!III")
 START = len(MAGIC) + _VERSION.size
 Record = dict[str, Any]
-_UPGRADES: dict[int, Callable[[Record], Record]] = {}
-"""By version: how a record of it becomes one of the next."""
 
 
 class Scanned(NamedTuple):
@@ -38,6 +36,25 @@ class Scanned(NamedTuple):
     record: Record
     body: bytes
     end: int
+
+
+def _from_1(record: Record, body: bytes) -> Record:
+    """Version 2 has the snapshot, an intent's operation, a result's signal, full disk and further bytes."""
+    if record["kind"] == "sandbox":
+        return {**record, "snapshot": ""}
+    if record["kind"] == "intent":
+        size = record["command_bytes"]
+        return {**record, "op": json.loads(body[:size])["op"] if size >= 0 else ""}
+    if record["kind"] != "result":
+        return record
+    code = record["exit_code"]
+    signal = code - 128 if code is not None and 128 < code <= 128 + 64 else None
+    kept = record["output_bytes"] if record["output_bytes"] >= 0 else record["stdout_bytes"]
+    return {**record, "signal": signal, "disk_full": False, "stderr_bytes": kept - record["stdout_bytes"]}
+
+
+_UPGRADES: dict[int, Callable[[Record, bytes], Record]] = {1: _from_1}
+"""By version: how a record of it becomes one of the next."""
 
 
 def opening(version: int = VERSION) -> bytes:
@@ -97,7 +114,7 @@ def scan(path: Path) -> Iterator[Scanned]:
             return
         record, body = found
         for older in range(version, VERSION):
-            record = _UPGRADES[older](record)
+            record = _UPGRADES[older](record, body)
         head, size, _ = RECORD.unpack_from(view, offset)
         end = offset + RECORD.size + head + size
         yield Scanned(offset, record, body, end)

@@ -28,9 +28,14 @@ class Journals:
         self._folder = state_dir / FOLDER
         self._open: dict[str, Journal] = {}
 
-    async def create(self, box_id: str, head: Mapping[str, Any]) -> Journal:
-        """Starts the journal of a new sandbox; returns when its first record is on disk."""
-        journal = await asyncio.to_thread(Journal.create, self._folder / box_id, head)
+    async def create(
+        self, box_id: str, head: Mapping[str, Any], past: Journal | None = None, until: int = 0
+    ) -> Journal:
+        """Starts the journal of a new sandbox, for a fork with the past of another up to command `until`.
+
+        Returns when its first record is on disk.
+        """
+        journal = await asyncio.to_thread(Journal.create, self._folder / box_id, head, past, until)
         self._open[box_id] = journal
         return journal
 

@@ -19,7 +19,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Generator
+from collections.abc import AsyncGenerator, Coroutine, Generator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from sandbox.journal import Journal
 from sandbox.journals import Journals
 from sandbox.recovery import Recorder, Replay
 from sandbox.session import Session, spec_from
+from sandbox.snapshots import Snapshot, Snapshots, load
 from sandbox.types import SandboxSpec
 
 SOCKET, RECORD, LOCK, READY = "node.sock", "node.json", "node.held", "ready"
@@ -69,7 +70,7 @@ class Node:
         self._backends = backends(state_dir)
         self._starting: dict[str, SandboxSpec] = {}
         self._starts = asyncio.Semaphore(limits.starts_at_once)
-        self._journals = Journals(state_dir)
+        self._journals, self.snapshots = Journals(state_dir), Snapshots(state_dir)
         self._keys: dict[tuple[str, str], asyncio.Lock] = {}
         self._ending: dict[str, asyncio.Task[None]] = {}
         self._unborn: list[Box] = []
@@ -91,6 +92,7 @@ class Node:
         for backend in self._backends.values():
             if left := await backend.reclaim(self._state_dir):
                 _LOG.warning("removed what an earlier node left: %s", ", ".join(left))
+        self.snapshots.sweep()
         server = await self._listen()
         if ready is not None:
             os.write(ready, READY.encode())
@@ -162,7 +164,9 @@ class Node:
         """Returns the backend that `name` (or `auto`) stands for on this machine."""
         return await choose(name, self._backends)
 
-    async def create(self, owner: str, backend: str, spec: SandboxSpec, key: str = "") -> Box:
+    async def create(
+        self, owner: str, backend: str, spec: SandboxSpec, key: str = "", snapshot: str = ""
+    ) -> Box:
         """Admits and starts one sandbox, and returns it once its agent answers.
 
         Args:
@@ -170,6 +174,7 @@ class Node:
             backend: The name of its backend.
             spec: What is asked for.
             key: Names the creation: a second one of the owner with the same key gets the same sandbox.
+            snapshot: From which it starts, if any.
 
         Raises:
             RefusedError: It does not fit.
@@ -180,18 +185,21 @@ class Node:
         if key:
             async with self._keys.setdefault((owner, key), asyncio.Lock()):
                 made = [box for box in self._boxes.values() if (box.owner, box.key) == (owner, key)]
-                return made[0] if made else await self._create(owner, backend, spec, key)
-        return await self._create(owner, backend, spec, key)
+                return made[0] if made else await self._create(owner, backend, spec, key, snapshot)
+        return await self._create(owner, backend, spec, key, snapshot)
 
-    async def _create(self, owner: str, backend: str, spec: SandboxSpec, key: str) -> Box:
+    async def _create(self, owner: str, backend: str, spec: SandboxSpec, key: str, snapshot: str) -> Box:
+        if snapshot:
+            self.snapshots.get(snapshot, owner)
         box_id = f"{self._boot}-{secrets.token_hex(6)}"
         with self._place(box_id, spec):
             box = await self._start(box_id, box_id, owner, backend, spec)
-            box.key = key
-            if spec.journal:
-                head = {"sandbox": box_id, "owner": owner, "backend": backend, "spec": asdict(spec)}
-                box.recorder = Recorder(await self._journals.create(box_id, {**head, "key": key}))
-            self._enter(box)
+            box.key, box.snapshot = key, snapshot
+            async with self._unborn_until_entered(box):
+                if snapshot:
+                    await load(box, self.snapshots.tree(snapshot))
+                if spec.journal:
+                    box.recorder = Recorder(await self._journals.create(box_id, _head(box)))
         return box
 
     async def attach(self, owner: str, box_id: str, *, replay: bool) -> tuple[Box, Replay]:
@@ -231,24 +239,78 @@ class Node:
         name = f"{box_id}-g{journal.generation + 1}"
         with self._place(name, spec):
             box = await self._start(box_id, name, owner, journal.head["backend"], spec)
-            box.key, box.recorder = journal.head["key"], Recorder(journal)
-            self._unborn.append(box)
-            try:
-                replayed = await box.replay()
+            box.key, box.snapshot, box.recorder = (
+                journal.head["key"],
+                journal.head["snapshot"],
+                Recorder(journal),
+            )
+            async with self._unborn_until_entered(box):
+                latest = self.snapshots.latest(box_id, owner)
+                base = latest.id if latest else box.snapshot
+                if base:
+                    self.snapshots.get(base, owner)
+                    await load(box, self.snapshots.tree(base))
+                replayed = await box.replay(latest.seq if latest else 0)
                 journal.renew(replayed.commands)
-                self._enter(box)
-            except BaseException:
-                self._later(box.close())
-                raise
-            finally:
-                self._unborn.remove(box)
         return box, replayed
+
+    async def fork(self, owner: str, box_id: str, count: int) -> list[Box]:
+        """Starts `count` sandboxes with the files and the journal of one, all or none.
+
+        Raises:
+            RefusedError: They do not fit, or a command is running in it.
+            FileError: It has files that cannot be read.
+        """
+        parent = self.box(box_id, owner)
+        taken = await self.snapshots.take(parent)
+        children = [asyncio.create_task(self._child(parent, taken)) for _ in range(count)]
+        try:
+            made = await asyncio.gather(*children, return_exceptions=True)
+        except asyncio.CancelledError:
+            for child in children:
+                child.cancel()
+            made = await asyncio.gather(*children, return_exceptions=True)
+        finally:
+            self.snapshots.remove(taken.id, owner)
+        boxes = [box for box in made if isinstance(box, Box)]
+        for failure in made:
+            if isinstance(failure, BaseException):
+                await asyncio.gather(*(self.close_box(box.id, owner) for box in boxes))
+                raise failure
+        return boxes
+
+    async def _child(self, parent: Box, taken: Snapshot) -> Box:
+        box_id = f"{self._boot}-{secrets.token_hex(6)}"
+        with self._place(box_id, parent.spec):
+            box = await self._start(box_id, box_id, parent.owner, parent.backend, parent.spec)
+            box.ttl_s, box.snapshot = parent.ttl_s, parent.snapshot
+            async with self._unborn_until_entered(box):
+                await load(box, self.snapshots.tree(taken.id))
+                if parent.recorder is not None:
+                    past = parent.recorder.journal
+                    box.background.skip(past.count("start", taken.seq))
+                    head = {**_head(box), "parent": parent.id, "parent_seq": taken.seq}
+                    box.recorder = Recorder(await self._journals.create(box_id, head, past, taken.seq))
+        return box
+
+    @contextlib.asynccontextmanager
+    async def _unborn_until_entered(self, box: Box) -> AsyncGenerator[None]:
+        self._unborn.append(box)
+        try:
+            yield
+            self._enter(box)
+        except BaseException:
+            self._close(box)
+            raise
+        finally:
+            self._unborn.remove(box)
 
     @contextlib.contextmanager
     def _place(self, name: str, spec: SandboxSpec) -> Generator[None]:
         if self._stop.is_set():
             raise RefusedError("the node is about to end", "draining")
-        admit(self._limits, spec, [box.spec for box in self._boxes.values()], self._starting.values())
+        held = [box.spec for box in self._boxes.values()]
+        admit(self._limits, spec, held, self._starting.values(), self._state_dir)
         self._starting[name] = spec
         try:
             yield
@@ -258,7 +320,6 @@ class Node:
     def _enter(self, box: Box) -> None:
         self._boxes[box.id] = box
         if box.owner not in self._owners:
-            self._close(box)
             raise LostError(f"the lease of {box.owner} ended while the sandbox was being started")
 
     async def _start(self, box_id: str, name: str, owner: str, backend: str, spec: SandboxSpec) -> Box:
@@ -270,7 +331,8 @@ class Node:
             except asyncio.CancelledError:
                 self._later(self._undo(starting))
                 raise
-            box = Box(box_id, owner, spec, started)
+            capabilities = self._backends[backend].capabilities()
+            box = Box(box_id, owner, spec, backend, started, capabilities)
             try:
                 async with asyncio.timeout(_START_TIMEOUT_S):
                     await box.ping(_START_TIMEOUT_S)
@@ -341,6 +403,8 @@ class Node:
         await asyncio.gather(*self._release(name), return_exceptions=True)
         for box_id in held:
             await self._journals.remove(box_id, name)
+        for snapshot in self.snapshots.of(name):
+            self.snapshots.remove(snapshot.id, name)
         return len(held)
 
     def owners(self) -> dict[str, dict[str, Any]]:
@@ -349,6 +413,13 @@ class Node:
             name: {"sandboxes": len(self.boxes(name)), "clients": owner.clients}
             for name, owner in sorted(self._owners.items())
         }
+
+
+def _head(box: Box) -> dict[str, Any]:
+    return {
+        "sandbox": box.id, "owner": box.owner, "backend": box.backend, "spec": asdict(box.spec),
+        "key": box.key, "snapshot": box.snapshot,
+    }  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -11,15 +11,22 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sandbox.errors import InfrastructureError, JournalMismatchError, RefusedError, UnknownOutcomeError
+from sandbox.errors import (
+    InfrastructureError,
+    JournalMismatchError,
+    PolicyError,
+    RefusedError,
+    UnknownOutcomeError,
+)
 from sandbox.journal import Journal, words
+from sandbox.outcome import Outcome
 from sandbox.types import ExecResult
 
 Decision = Literal["fail", "rerun", "accept"]
-READS = frozenset({"read"})
+READS = frozenset({"read", "list", "stat", "poll"})
 """Operations that change nothing in a sandbox."""
 
-_DID_NOT_RUN = (RefusedError, InfrastructureError)
+_DID_NOT_RUN = (RefusedError, PolicyError, InfrastructureError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +50,9 @@ class Recorder:
         command: Mapping[str, Any],
         body: bytes,
         claim: Claim,
-        perform: Callable[[], Awaitable[ExecResult]],
+        perform: Callable[[], Awaitable[Outcome]],
         settled: Callable[[], Awaitable[None]],
-    ) -> ExecResult:
+    ) -> Outcome:
         """Runs a command that is new; answers one that has finished.
 
         Args:
@@ -71,7 +78,7 @@ class Recorder:
             self.journal.rerun(seq)
         return await self._perform(seq, perform)
 
-    def _known(self, claim: Claim, command: Mapping[str, Any], body: bytes) -> ExecResult | None:
+    def _known(self, claim: Claim, command: Mapping[str, Any], body: bytes) -> Outcome | None:
         entry = self.journal.match(claim.seq, command, body)
         if entry.result:
             return self.journal.result(claim.seq)
@@ -79,9 +86,9 @@ class Recorder:
         if claim.seq in self._running:
             raise UnknownOutcomeError(f"{what} is still running for another client", "running")
         if claim.unknown == "accept":
-            self.journal.finish(claim.seq, ExecResult(None, b"", b""))
+            self.journal.finish(claim.seq, Outcome(ExecResult(None, b"", b"")))
             return self.journal.result(claim.seq)
-        if claim.unknown == "rerun":
+        if claim.unknown == "rerun" or command["op"] in READS:
             return None
         raise UnknownOutcomeError(
             f"{what} was under way when its caller or its node died, and how far it came is not known: "
@@ -89,7 +96,7 @@ class Recorder:
             "idempotent" if entry.idempotent else "",
         )
 
-    async def _perform(self, seq: int, perform: Callable[[], Awaitable[ExecResult]]) -> ExecResult:
+    async def _perform(self, seq: int, perform: Callable[[], Awaitable[Outcome]]) -> Outcome:
         self._running.add(seq)
         try:
             result = await perform()
@@ -111,7 +118,7 @@ class Replay:
 
 
 async def replay(
-    journal: Journal, run: Callable[[dict[str, Any], bytes], Awaitable[ExecResult]], since: int = 0
+    journal: Journal, run: Callable[[dict[str, Any], bytes], Awaitable[Outcome]], since: int = 0
 ) -> Replay:
     """Brings a fresh sandbox to where the journal ends: runs what finished after command `since` again.
 
@@ -129,7 +136,7 @@ async def replay(
         command, body = journal.command(seq)
         if command["op"] in READS or journal.failed(seq):
             continue
-        before, now = journal.result(seq), await run(command, body)
+        before, now = journal.result(seq).result, (await run(command, body)).result
         if before.exit_code != now.exit_code:
             raise JournalMismatchError(
                 f"replayed, command {seq} ({words(command)}) gave {now.exit_code}, not {before.exit_code}: "

@@ -8,17 +8,25 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from sandbox.channel import ByteReader, Header, encode, read_frame
+from sandbox.clocks import Clocks
 from sandbox.errors import LostError, ProtocolError, SandboxError
 
 _LATE_S = 5.0
 """An agent that says nothing so long after a command's deadline counts as dead."""
 
+STATE = 1 << 18
+"""Room for the state of a session."""
+
+Sink = Callable[[int, bytes], Awaitable[None]]
 _NOTE = 128
 """Room for the note in place of dropped output."""
 
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "exit_code": (int, type(None)),
+    "signal": (int, type(None)),
     "stdout_bytes": int,
+    "stderr_bytes": int,
+    "disk_full": bool,
     "truncated": bool,
     "timed_out": bool,
     "cancelled": bool,
@@ -47,13 +55,23 @@ class Resident:
         self._ids, self._sequence = itertools.count(1), itertools.count(1)
         self._waiting: dict[int, asyncio.Future[tuple[Header, bytes]]] = {}
         self._room: dict[int, int] = {}
+        self._sinks: dict[int, tuple[Sink, list[int]]] = {}
+        self.clocks = Clocks()
         self._cancelled: set[asyncio.Future[tuple[Header, bytes]]] = set()
         self._ending: asyncio.Task[None] | None = None
         self.fault: SandboxError | None = None
         self._task = asyncio.create_task(self._receive())
 
-    async def request(self, header: Header, body: bytes = b"", *, timeout_s: float) -> tuple[Header, bytes]:
+    async def request(
+        self, header: Header, body: bytes = b"", *, timeout_s: float, sink: Sink | None = None
+    ) -> tuple[Header, bytes]:
         """Sends a request and returns the reply; a cancelled caller has its command killed.
+
+        Args:
+            header: The request.
+            body: Bytes that go with it.
+            timeout_s: When its answer is due; time in which the sandbox is paused does not count.
+            sink: Takes the output that comes ahead of the reply: at most `limit` bytes a stream.
 
         Raises:
             LostError: The sandbox is gone or does not answer.
@@ -64,9 +82,12 @@ class Resident:
         number = next(self._ids)
         reply: asyncio.Future[tuple[Header, bytes]] = asyncio.get_running_loop().create_future()
         self._waiting[number] = reply
-        self._room[number] = 2 * (int(header.get("limit", 0)) + _NOTE)
+        limit = int(header.get("limit", 0))
+        self._room[number] = 2 * (limit + _NOTE) + (STATE if header.get("state") else 0)
+        if sink is not None:
+            self._sinks[number] = (sink, [limit, limit])
         try:
-            async with asyncio.timeout(timeout_s + _LATE_S):
+            async with self.clocks.within(timeout_s + _LATE_S):
                 await self._send({**header, "id": number}, body)
                 return await asyncio.shield(reply)
         except TimeoutError:
@@ -80,6 +101,7 @@ class Resident:
         finally:
             if reply not in self._cancelled:
                 self._waiting.pop(number, None)
+                self._sinks.pop(number, None)
 
     async def close(self) -> None:
         """Ends the sandbox; returns when it is gone."""
@@ -103,6 +125,7 @@ class Resident:
 
     def _forget(self, number: int, reply: asyncio.Future[tuple[Header, bytes]]) -> None:
         self._waiting.pop(number, None)
+        self._sinks.pop(number, None)
         self._cancelled.discard(reply)
         reply.exception()  # nobody waits for it
 
@@ -117,11 +140,26 @@ class Resident:
         try:
             while True:
                 header, body = await read_frame(self._reader, lambda: max(self._room.values(), default=0))
-                self._deliver(header, body)
+                if "event" in header:
+                    await self._pass_on(header, body)
+                else:
+                    self._deliver(header, body)
         except LostError:
             await self._end(LostError("the sandbox ended by itself"))
         except ProtocolError as error:
             await self._end(error)
+
+    async def _pass_on(self, header: Header, body: bytes) -> None:
+        number, which = header.get("id"), header["event"]
+        if header.get("seq") != next(self._sequence):
+            raise ProtocolError(f"output out of sequence: {header.get('seq')!r}")
+        if type(number) is not int or number not in self._sinks or type(which) is not int:
+            raise ProtocolError("output of nothing that was asked for it")
+        sink, left = self._sinks[number]
+        if which not in (0, 1) or not 0 < len(body) <= left[which]:
+            raise ProtocolError("more output than was asked for")
+        left[which] -= len(body)
+        await sink(which, body)
 
     def _deliver(self, header: Header, body: bytes) -> None:
         number = header.get("id")
@@ -147,7 +185,7 @@ class Resident:
         self._task.cancel()
 
 
-def check_result(header: Header, body: bytes, limit: int) -> Header:
+def check_result(header: Header, body: bytes, limit: int, extra: int = 0) -> Header:
     """Returns the reply to a command when it has the right shape and size.
 
     Raises:
@@ -157,6 +195,9 @@ def check_result(header: Header, body: bytes, limit: int) -> Header:
         value: Any = header.get(name, "missing")
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise ProtocolError(f"a reply whose {name} is {value!r}")
-    if not 0 <= header["stdout_bytes"] <= len(body) or len(body) > 2 * (limit + _NOTE):
-        raise ProtocolError(f"a reply of {len(body)} bytes to a command limited to {limit}")
+    out, err = header["stdout_bytes"], header["stderr_bytes"]
+    if out < 0 or err < 0 or out + err > len(body) or max(out, err) > limit + _NOTE:
+        raise ProtocolError(f"a reply of {out} and {err} bytes to a command limited to {limit}")
+    if len(body) - out - err > extra:
+        raise ProtocolError(f"a reply with {len(body) - out - err} bytes more than its outputs")
     return header

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
 import os
 from collections.abc import Mapping
@@ -32,8 +34,10 @@ class Session:
         self._lease: Owner | None = None
         self._operations = {
             "ping": self._ping, "hello": self._hello, "create": self._create, "run": self._run,
-            "attach": self._attach, "close": self._close, "boxes": self._boxes,
-            "release": self._release, "owners": self._owners,
+            "attach": self._attach, "close": self._close, "boxes": self._boxes, "pause": self._pause,
+            "resume": self._resume, "extend": self._extend, "snapshot": self._snapshot, "fork": self._fork,
+            "snapshots": self._snapshots, "forget": self._forget, "release": self._release,
+            "owners": self._owners,
         }  # fmt: skip
 
     async def serve(self) -> None:
@@ -99,7 +103,8 @@ class Session:
 
     async def _create(self, header: Header, body: bytes) -> _Reply:
         spec = spec_from(header["spec"])
-        box = await self._node.create(self._who(), header["backend"], spec, key=header.get("key", ""))
+        names = {name: str(header.get(name, "")) for name in ("key", "snapshot")}
+        box = await self._node.create(self._who(), header["backend"], spec, **names)
         return _about(box), b""
 
     async def _attach(self, header: Header, body: bytes) -> _Reply:
@@ -113,10 +118,42 @@ class Session:
 
     async def _run(self, header: Header, body: bytes) -> _Reply:
         claim = Claim(**header.get("claim", {}))
-        result = await self._node.box(header["box"], self._owner).run(header["command"], body, claim)
-        names = ("exit_code", "truncated", "timed_out", "oom", "duration_s")
-        fields: Header = {name: getattr(result, name) for name in names}
-        return {**fields, "stdout_bytes": len(result.stdout)}, result.stdout + result.stderr
+        sink = functools.partial(self._ahead, header["id"]) if header["command"].get("stream") else None
+        box = self._node.box(header["box"], self._owner)
+        outcome = await box.run(header["command"], body, claim, sink)
+        return outcome.fields(), outcome.body()
+
+    async def _ahead(self, number: int, which: int, data: bytes) -> None:
+        with contextlib.suppress(ConnectionError):
+            self._writer.write(encode({"event": which, "id": number}, data))
+            await self._writer.drain()
+
+    async def _pause(self, header: Header, body: bytes) -> _Reply:
+        await self._node.box(header["box"], self._owner).pause()
+        return {}, b""
+
+    async def _resume(self, header: Header, body: bytes) -> _Reply:
+        await self._node.box(header["box"], self._owner).resume()
+        return {}, b""
+
+    async def _extend(self, header: Header, body: bytes) -> _Reply:
+        self._node.box(header["box"], self._owner).extend(float(header["ttl_s"]))
+        return {}, b""
+
+    async def _snapshot(self, header: Header, body: bytes) -> _Reply:
+        taken = await self._node.snapshots.take(self._node.box(header["box"], self._owner))
+        return {"snapshot": taken.id}, b""
+
+    async def _snapshots(self, header: Header, body: bytes) -> _Reply:
+        return {"snapshots": [snapshot.id for snapshot in self._node.snapshots.of(self._who())]}, b""
+
+    async def _forget(self, header: Header, body: bytes) -> _Reply:
+        self._node.snapshots.remove(str(header["snapshot"]), self._who())
+        return {}, b""
+
+    async def _fork(self, header: Header, body: bytes) -> _Reply:
+        made = await self._node.fork(self._owner, header["box"], int(header["count"]))
+        return {"boxes": [box.id for box in made]}, b""
 
     async def _close(self, header: Header, body: bytes) -> _Reply:
         await self._node.close_box(header["box"], self._owner)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from sandbox.errors import raise_for
+
 
 class Verdict(StrEnum):
     """The outcome of a verification run. `INFRASTRUCTURE` says nothing about the policy."""
@@ -37,6 +39,10 @@ class Capabilities:
     cpu_limit: bool
     inode_limit: bool
     separate_users: bool
+    pause: bool = False
+    disk_snapshot: bool = True
+    memory_snapshot: bool = False
+    terminal: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +64,10 @@ class SandboxSpec:
 class ExecResult:
     """What a command returned. An exit code that is not known is None, which is never an exit 0.
 
-    A command ended by signal n has exit code 128 + n; one that was ended for its time has None. `truncated`
-    says that output beyond the cap was dropped (head and tail are kept), `oom` that the kernel ended a
-    process of the sandbox for memory while the command ran.
+    A command ended by signal n has exit code 128 + n and that `signal`; one that was ended for its time has
+    None. `truncated` says that output beyond the cap was dropped (head and tail are kept), `oom` that the
+    kernel ended a process of the sandbox for memory while the command ran, `disk_full` that the command
+    failed and a folder of the sandbox had no room left.
     """
 
     exit_code: int | None
@@ -70,3 +77,35 @@ class ExecResult:
     timed_out: bool = False
     oom: bool = False
     duration_s: float = 0.0
+    signal: int | None = None
+    disk_full: bool = False
+
+    def check(self) -> ExecResult:
+        """Returns itself when the command exited with 0.
+
+        Raises:
+            CommandError: It did not; the kind says why (see `sandbox.errors`).
+        """
+        raise_for(self)
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """A path in a sandbox. `mtime` in nanoseconds; `target` of a link; `kind` file, dir, link or other."""
+
+    path: str
+    kind: str
+    size: int
+    mode: int
+    mtime: int
+    uid: int
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A piece of a running command's output: of stdout or stderr, as it comes."""
+
+    data: bytes
+    stderr: bool

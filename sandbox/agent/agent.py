@@ -26,8 +26,10 @@ import sys
 import time
 from _socket import AF_UNIX, SCM_RIGHTS, SHUT_WR, SOCK_SEQPACKET, SOL_SOCKET, socket, socketpair
 
-from .keeper import DIRTY, DONE, EXITED, FAILED, STATUS, serve_forks
-from .program import CHUNK, JOB
+from .command import Command, Launched
+from .keeper import STATUS, serve_forks
+from .process import Poll, Process
+from .program import FORK, JOB
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,129 +38,25 @@ if TYPE_CHECKING:
     from .program import Header
 
 HEADER = struct.Struct("!II")
-MAX_HEADER, MAX_BODY = 1 << 16, 64 << 20
-GRACE_S, RETRY_S, SLOTS = 0.2, 5.0, 256
+MAX_HEADER, MAX_BODY = 1 << 18, 64 << 20
+RETRY_S, SLOTS = 5.0, 256
+FULL = 1 << 20
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 4, 22, 38
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-class Capped:
-    """Keeps the head and the tail of a stream, at most `limit` bytes, and counts what it dropped."""
-
-    def __init__(self, limit: int):
-        self.head, self.tail = bytearray(), bytearray()
-        self.half, self.dropped = max(limit // 2, 1), 0
-
-    def feed(self, data: bytes) -> None:
-        """Takes the next bytes; the tail is cut only when it has doubled, so that bytes are moved once."""
-        room = self.half - len(self.head)
-        if room > 0:
-            self.head += data[:room]
-            data = data[room:]
-        self.tail += data
-        if len(self.tail) > 2 * self.half:
-            self.cut()
-
-    def cut(self) -> None:
-        """Drops what is over the limit."""
-        over = len(self.tail) - self.half
-        if over > 0:
-            del self.tail[:over]
-            self.dropped += over
-
-    def value(self) -> bytes:
-        """Returns what was kept, with a note in place of what was dropped."""
-        self.cut()
-        note = b"\n[... %d bytes dropped ...]\n" % self.dropped if self.dropped else b""
-        return bytes(self.head) + note + bytes(self.tail)
-
-
-class Command:
-    """A running command: its streams, the socket of its keeper, and its deadline."""
-
-    def __init__(self, header: Header, stdin: bytes, fds: tuple[int, int, int], keeper: socket, slot: int):
-        self.header, self.request = header, stdin
-        self.id, self.keeper, self.slot = int(header["id"]), keeper, slot
-        self.stdin_fd, self.out_fd, self.err_fd = fds
-        self.stdin = memoryview(stdin)
-        self.out, self.err = Capped(header["limit"]), Capped(header["limit"])
-        self.started = time.monotonic()
-        self.deadline = self.started + header["timeout_s"]
-        self.status: int | None = None
-        self.failure = 0
-        self.ended_at = 0.0
-        self.timed_out = self.cancelled = self.stopping = self.gone = self.dirty = False
-
-    def streams(self) -> dict[int, Capped]:
-        """Returns the open output descriptors, with what each feeds."""
-        return {fd: sink for fd, sink in ((self.out_fd, self.out), (self.err_fd, self.err)) if fd >= 0}
-
-    def wake_at(self) -> float:
-        """Returns when something is to be done although nothing was heard."""
-        return self.ended_at + GRACE_S if self.ended_at else self.deadline
-
-    def finished(self, now: float) -> bool:
-        """Whether to report: the tree is gone, or the main process is and a child only holds its streams."""
-        if not self.gone and (self.status is None or self.stopping or self.slot):
-            return False
-        return not self.streams() or now >= self.ended_at + GRACE_S
-
-    def stop(self) -> None:
-        """Asks the keeper to end the tree; its end of the socket closes when all is gone."""
-        if not self.stopping and not self.gone:
-            self.stopping = True
-            self.keeper.shutdown(SHUT_WR)
-
-    def hear(self) -> None:
-        """Takes what the keeper says: how the main process ended, and by its end that all did."""
-        data = self.keeper.recv(STATUS.size)
-        if not data:
-            self.gone = True
-        else:
-            kind, value = STATUS.unpack(data)
-            self.status = value if kind == EXITED else self.status
-            self.failure = value if kind == FAILED else self.failure
-            self.dirty = self.dirty or kind == DIRTY
-            self.gone = kind in (DONE, DIRTY)
-        self.ended_at = self.ended_at or time.monotonic()
-
-    def feed(self) -> None:
-        """Writes standard input; a command that does not read it loses it."""
-        try:
-            self.stdin = self.stdin[os.write(self.stdin_fd, self.stdin[:CHUNK]) :]
-        except BlockingIOError:
-            return
-        except BrokenPipeError:
-            self.stdin = self.stdin[:0]
-        if not self.stdin:
-            self.shut("stdin_fd")
-
-    def drain(self, fd: int) -> None:
-        """Reads one output stream."""
-        data = os.read(fd, CHUNK)
-        if data:
-            self.streams()[fd].feed(data)
-        else:
-            self.shut("out_fd" if fd == self.out_fd else "err_fd")
-
-    def shut(self, *names: str) -> None:
-        """Closes descriptors."""
-        for name in names:
-            if getattr(self, name) >= 0:
-                os.close(getattr(self, name))
-                setattr(self, name, -1)
 
 
 class Agent:
     """The event loop: requests in, commands run, replies out."""
 
-    def __init__(self, channel_in: int, channel_out: int, zygote: socket):
+    def __init__(self, channel_in: int, channel_out: int, zygote: socket, uid: int | None):
+        self.uid = uid
         self.channel_in, self.channel_out, self.zygote = channel_in, channel_out, zygote
         self.received, self.outgoing = bytearray(), bytearray()
         self.commands: dict[int, Command] = {}
         self.background: dict[int, socket] = {}
         self.deferred: list[Command] = []
-        self.spare: tuple[tuple[int, int, int], socket, int] | None = None
+        self.spare: Launched | None = None
+        self.held_at = 0.0
         self.slots = set(range(1, SLOTS))
         self.sequence = 0
         self.open = True
@@ -173,9 +71,12 @@ class Agent:
             if self.deferred and not self.background:
                 self.resume()
             for command in list(self.commands.values()):
-                if command.finished(now):
+                if isinstance(command, Process):
+                    for poll, data, fields in command.ready(now):
+                        self.reply(poll.id, data, **fields)
+                elif command.finished(now):
                     self.report(command, now)
-                elif now >= command.deadline and not command.ended_at and not command.timed_out:
+                elif now >= command.deadline and not command.ended_at and not self.held_at:
                     command.timed_out = True
                     command.deadline = now + 3600
                     command.stop()
@@ -190,7 +91,7 @@ class Agent:
         for fd in self.background:
             poller.register(fd, select.POLLIN)
         if self.spare is not None:
-            poller.register(self.spare[1].fileno(), select.POLLIN)
+            poller.register(self.spare.keeper.fileno(), select.POLLIN)
         owners: dict[int, Command] = {}
         wake = time.monotonic() + (0.02 if self.deferred else 60)
         for command in self.commands.values():
@@ -201,12 +102,16 @@ class Agent:
             self.serve(fd, owners)
 
     def register(self, poller: select.poll, command: Command, owners: dict[int, Command]) -> None:
-        """Adds the descriptors of a command to what is waited for."""
-        fds = [*command.streams()] + ([] if command.gone else [command.keeper.fileno()])
+        """Adds the descriptors of a command to what is waited for; a stream waits for a full channel."""
+        full = command.stream and len(self.outgoing) > FULL
+        fds = [] if command.gone else [command.keeper.fileno()]
+        fds += [] if full else command.outputs()
+        if command.extra_fd >= 0 and not isinstance(command, Process):
+            fds.append(command.extra_fd)
         for fd in fds:
             owners[fd] = command
             poller.register(fd, select.POLLIN)
-        if command.stdin_fd >= 0:
+        if command.stdin_fd >= 0 and command.stdin:
             owners[command.stdin_fd] = command
             poller.register(command.stdin_fd, select.POLLOUT)
 
@@ -221,16 +126,16 @@ class Agent:
         elif fd in self.background:
             if not self.background[fd].recv(STATUS.size):
                 self.background.pop(fd).close()
-        elif self.spare is not None and fd == self.spare[1].fileno():
+        elif self.spare is not None and fd == self.spare.keeper.fileno():
             self.discard()
         elif fd in owners:
             command = owners[fd]
             if fd == command.stdin_fd:
                 command.feed()
-            elif fd in command.streams():
-                command.drain(fd)
-            else:
+            elif fd == command.keeper.fileno():
                 command.hear()
+            elif ahead := command.drain(fd):
+                self.reply(command.id, ahead, event=int(fd == owners[fd].err_fd))
 
     def receive(self) -> None:
         """Reads requests off the channel and serves them."""
@@ -252,68 +157,141 @@ class Agent:
 
     def handle(self, header: Header, text: bytes, payload: bytes) -> None:
         """Serves one request; a command that cannot be started goes back as an error."""
-        if header["op"] == "ping":
-            self.reply(header["id"])
-        elif header["op"] == "kill":
-            command = self.commands.get(header["target"])
-            if command is not None:
-                command.cancelled = True
-                command.stop()
-            self.reply(header["id"])
-        else:
-            try:
+        serve = getattr(self, "do_" + header["op"], None)
+        try:
+            if serve is not None:
+                serve(header, text, payload)
+            else:
                 self.start(header, JOB.pack(len(text)) + text + payload)
-            except OSError as error:
-                self.reply(header["id"], error=errno.errorcode.get(error.errno or 0, "EIO"))
+        except OSError as error:
+            self.reply(header["id"], error=errno.errorcode.get(error.errno or 0, "EIO"))
+
+    def do_ping(self, header: Header, text: bytes, payload: bytes) -> None:
+        """Gives a sign of life."""
+        self.reply(header["id"])
+
+    def do_hold(self, header: Header, text: bytes, payload: bytes) -> None:
+        """The sandbox is about to be paused: no deadline counts until it goes on."""
+        self.held_at = self.held_at or time.monotonic()
+        self.reply(header["id"])
+
+    def do_go_on(self, header: Header, text: bytes, payload: bytes) -> None:
+        """The sandbox goes on: deadlines move by the time it was paused."""
+        for command in self.commands.values() if self.held_at else ():
+            command.deadline += time.monotonic() - self.held_at
+        self.held_at = 0.0
+        self.reply(header["id"])
+
+    def do_kill(self, header: Header, text: bytes, payload: bytes) -> None:
+        """Ends the tree of a command."""
+        command = self.commands.get(header["target"])
+        if command is not None:
+            command.cancelled = True
+            command.stop()
+        self.reply(header["id"])
+
+    def do_start(self, header: Header, text: bytes, payload: bytes) -> None:
+        """Starts a process that goes on after the reply."""
+        if sum(isinstance(command, Process) for command in self.commands.values()) >= header["most"]:
+            self.forget()
+        launched = self.launch(0, header)
+        process = Process(header, JOB.pack(len(text)) + text + payload, launched)
+        self.commands[process.id] = process
+        process.feed()
+        self.reply(header["id"])
+
+    def do_poll(self, header: Header, text: bytes, payload: bytes) -> None:
+        """Answers with output and state, as soon as there is news."""
+        self.process(header).polls.append(Poll(header))
+
+    def do_signal(self, header: Header, text: bytes, payload: bytes) -> None:
+        """Sends a signal to a process and its group."""
+        self.process(header).send(header["number"])
+        self.reply(header["id"])
+
+    def do_input(self, header: Header, text: bytes, payload: bytes) -> None:
+        """Writes to the input of a process."""
+        if not self.process(header).write(payload, header["eof"]):
+            raise OSError(errno.ENOBUFS, "it does not read")
+        self.reply(header["id"])
+
+    def do_resize(self, header: Header, text: bytes, payload: bytes) -> None:
+        """Changes the size of a terminal."""
+        resize(self.process(header).extra_fd, header["rows"], header["columns"])
+        self.reply(header["id"])
+
+    def process(self, header: Header) -> Process:
+        """Returns the process that a request names."""
+        found = self.commands.get(header["process"])
+        if not isinstance(found, Process):
+            raise OSError(errno.ESRCH, "no such process")
+        return found
+
+    def forget(self) -> None:
+        """Lets go of the oldest process that has ended."""
+        now = time.monotonic()
+        for number, process in self.commands.items():
+            if isinstance(process, Process) and process.over(now) and not process.polls:
+                del self.commands[number]
+                if (keeper := process.release()) is not None:
+                    self.background[keeper.fileno()] = keeper
+                return
+        raise OSError(errno.EMFILE, "too many processes run")
 
     def start(self, header: Header, stdin: bytes) -> None:
         """Starts a command, the job ahead of its input; Python takes what waits, if any."""
         if header["op"] != "python":
-            process = self.launch(0)
+            launched = self.launch(0, header)
         elif self.spare is not None:
-            process, self.spare = self.spare, None
+            launched, self.spare = self.spare, None
         else:
-            process = self.launch(self.slots.pop())
-        command = Command(header, stdin, *process)
+            launched = self.launch(self.slots.pop(), header)
+        command = Command(header, stdin, launched)
         self.commands[command.id] = command
         command.feed()
 
-    def launch(self, slot: int) -> tuple[tuple[int, int, int], socket, int]:
+    def launch(self, slot: int, header: Header) -> Launched:
         """Has the zygote fork a keeper, which forks a command that waits for its job."""
         ours, theirs = socketpair(AF_UNIX, SOCK_SEQPACKET)
-        pipes = [os.pipe() for _ in range(3)]
-        (in_r, in_w), (out_r, out_w), (err_r, err_w) = pipes
-        given = array.array("i", [in_r, out_w, err_w, theirs.fileno()])
-        self.zygote.sendmsg([JOB.pack(slot)], [(SOL_SOCKET, SCM_RIGHTS, given)])
+        (in_r, in_w), (out_r, out_w), (err_r, err_w) = [os.pipe() for _ in range(3)]
+        extra, given = -1, [in_r, out_w, err_w, theirs.fileno()]
+        if header.get("pty"):
+            extra, far = terminal(self.uid, *header["pty"])
+            given.append(far)
+        elif header.get("state"):
+            extra, far = os.pipe()
+            given.append(far)
+        job = FORK.pack(slot, header.get("user") or 0)
+        self.zygote.sendmsg([job], [(SOL_SOCKET, SCM_RIGHTS, array.array("i", given))])
         theirs.close()
-        for fd in (in_r, out_w, err_w):
+        for fd in (in_r, out_w, err_w, *given[4:]):
             os.close(fd)
-        for fd in (in_w, out_r, err_r):
+        for fd in (in_w, out_r, err_r, *([extra] if extra >= 0 else [])):
             os.set_blocking(fd, False)
-        return (in_w, out_r, err_r), ours, slot
+        return Launched((in_w, out_r, err_r), ours, slot, extra)
 
     def refill(self) -> None:
         """Keeps one Python command waiting: its forks are then not what the next caller waits for."""
         if self.spare is None:
             try:
-                self.spare = self.launch(self.slots.pop())
+                self.spare = self.launch(self.slots.pop(), {})
             except OSError:
                 return
 
     def discard(self) -> None:
         """Lets go of the command that waited; it has ended."""
         assert self.spare is not None
-        fds, keeper, slot = self.spare
-        self.spare = None
-        self.slots.add(slot)
-        keeper.close()
-        for fd in fds:
+        spare, self.spare = self.spare, None
+        self.slots.add(spare.slot)
+        spare.keeper.close()
+        for fd in spare.fds:
             os.close(fd)
 
     def report(self, command: Command, now: float) -> None:
         """Replies with what a command did and lets go of it."""
         del self.commands[command.id]
-        command.shut("stdin_fd", "out_fd", "err_fd")
+        command.collect()
+        command.shut("stdin_fd", "out_fd", "err_fd", "extra_fd")
         if command.slot:
             self.slots.add(command.slot)
         if command.gone:
@@ -323,18 +301,8 @@ class Agent:
         if command.status is None and not command.stopping:
             self.fail(command)
             return
-        out, err = command.out.value(), command.err.value()
-        self.reply(
-            command.id,
-            out + err,
-            exit_code=command.status,
-            stdout_bytes=len(out),
-            truncated=bool(command.out.dropped or command.err.dropped),
-            timed_out=command.timed_out,
-            cancelled=command.cancelled,
-            dirty=command.dirty,
-            duration_s=now - command.started,
-        )
+        output, fields = command.result(now)
+        self.reply(command.id, output, **fields)
         if command.slot:
             self.refill()
 
@@ -373,6 +341,27 @@ class Agent:
             self.open = False
 
 
+def terminal(uid: int | None, rows: int, columns: int) -> tuple[int, int]:
+    """Opens a terminal that belongs to the user of commands; returns its two sides."""
+    if uid is not None:
+        os.seteuid(uid)
+    try:
+        near, far = os.openpty()
+    finally:
+        if uid is not None:
+            os.seteuid(0)
+    resize(near, rows, columns)
+    return near, far
+
+
+def resize(fd: int, rows: int, columns: int) -> None:
+    """Sets the size of a terminal, of which the programs in it hear."""
+    import fcntl
+    import termios
+
+    fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+
 def confine(config: Header) -> None:
     """Gives up, for good and for all children, new privileges and the system calls of the filter."""
     _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -404,7 +393,7 @@ def main() -> None:
         os.close(channel_out)
         serve_forks(theirs, config)
     theirs.close()
-    Agent(channel_in, channel_out, ours).run()
+    Agent(channel_in, channel_out, ours, config["uid"]).run()
 
 
 if __name__ == "__main__":

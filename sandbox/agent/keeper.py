@@ -18,7 +18,7 @@ import struct
 import time
 from _socket import CMSG_SPACE, socket
 
-from .program import CHUNK, JOB, become_command, warm_up
+from .program import CHUNK, FORK, SCRATCH, become_command, warm_up
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from .program import Header
 
 STATUS = struct.Struct("!Bi")
-EXITED, FAILED, DIRTY, DONE = 0, 1, 2, 3
+EXITED, FAILED, DIRTY, DONE, SIGNAL = 0, 1, 2, 3, 4
 CLEAN_S = 2.0
-SCRATCH = ("/tmp", "/workspace", "/dev/shm")
 PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -40,7 +39,7 @@ def serve_forks(channel: socket, config: Header) -> NoReturn:
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
-        data, parts, _, _ = channel.recvmsg(JOB.size, CMSG_SPACE(16))
+        data, parts, _, _ = channel.recvmsg(FORK.size, CMSG_SPACE(20))
         if not data:
             os._exit(0)
         fds = array.array("i", parts[0][2])
@@ -48,15 +47,16 @@ def serve_forks(channel: socket, config: Header) -> NoReturn:
         try:
             if os.fork() == 0:
                 channel.close()
-                keep(keeper, fds[:3].tolist(), JOB.unpack(data)[0], config)
+                slot, user = FORK.unpack(data)
+                keep(keeper, [*fds[:3], *fds[4:]], slot, user, config)
         except OSError as error:
             keeper.send(STATUS.pack(FAILED, error.errno or 0))
         keeper.close()
-        for fd in fds[:3]:
+        for fd in (*fds[:3], *fds[4:]):
             os.close(fd)
 
 
-def keep(agent: socket, streams: list[int], slot: int, config: Header) -> NoReturn:
+def keep(agent: socket, streams: list[int], slot: int, user: int, config: Header) -> NoReturn:
     """The keeper: runs a command, reaps its orphans, and ends its tree when the agent asks or is gone."""
     try:
         os.setsid()
@@ -65,7 +65,7 @@ def keep(agent: socket, streams: list[int], slot: int, config: Header) -> NoRetu
         os.set_blocking(wake_w, False)
         signal.signal(signal.SIGCHLD, wake)
         signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
-        uid = config["uid"] + slot if config["uid"] is not None else None
+        uid = (user or config["uid"] + slot) if config["uid"] is not None else None
         child = os.fork()
         if child == 0:
             signal.set_wakeup_fd(-1)
@@ -91,7 +91,7 @@ def wake(number: int, frame: object) -> None:
 
 def attend(agent: socket, wake: int, child: int, brief: bool) -> None:
     """Waits until the tree of `child` has ended, or for a `brief` command until `child` has."""
-    poller = select.poll()
+    poller, running = select.poll(), True
     for fd in (agent.fileno(), wake):
         poller.register(fd, select.POLLIN)
     while True:
@@ -100,16 +100,21 @@ def attend(agent: socket, wake: int, child: int, brief: bool) -> None:
             os.read(wake, CHUNK)
         alive, status = reap(child)
         if status is not None:
+            running = False
             agent.send(STATUS.pack(EXITED, status))
         if not alive or (brief and status is not None):
             return
         if agent.fileno() in ready:
-            end_tree()
-            return
+            asked = agent.recv(STATUS.size)
+            if not asked:
+                end_tree()
+                return
+            if status is None and running:
+                send_group(child, STATUS.unpack(asked)[1])
 
 
 def reap(child: int) -> tuple[bool, int | None]:
-    """Reaps what ended; returns whether anything is left, and the exit code of `child` if it was among it."""
+    """Reaps what ended; returns whether anything is left, and the exit code (or minus signal) of `child`."""
     found = None
     while True:
         try:
@@ -119,8 +124,7 @@ def reap(child: int) -> tuple[bool, int | None]:
         if pid == 0:
             return True, found
         if pid == child:
-            code = os.waitstatus_to_exitcode(status)
-            found = code if code >= 0 else 128 - code
+            found = os.waitstatus_to_exitcode(status)
 
 
 def end_user(uid: int | None) -> None:
@@ -165,6 +169,14 @@ def send_all(pids: set[int], number: int) -> None:
             os.kill(pid, number)
         except ProcessLookupError:
             pass
+
+
+def send_group(leader: int, number: int) -> None:
+    """Sends a signal to a process and its group; a moment after its start it has none yet."""
+    try:
+        os.killpg(leader, number)
+    except ProcessLookupError:
+        send_all({leader}, number)
 
 
 def descendants(root: int) -> set[int]:

@@ -12,6 +12,9 @@ import signal
 import struct
 import sys
 
+from . import files
+from .files import CHUNK
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, NoReturn
@@ -19,7 +22,8 @@ if TYPE_CHECKING:
     Header = dict[str, Any]
 
 JOB = struct.Struct("!I")
-CHUNK = 1 << 16
+FORK = struct.Struct("!II")
+SCRATCH = ("/tmp", "/workspace", "/dev/shm")
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/workspace", "LANG": "C.UTF-8"}
 PR_SET_DUMPABLE = 4
 CAPABILITY_VERSION = 0x20080522
@@ -33,7 +37,7 @@ def become_command(streams: list[int], uid: int | None, brief: bool, config: Hea
         os.setsid()
         for target, fd in enumerate(streams):
             os.dup2(fd, target)
-        close_above_2()
+        close_above(len(streams) - 1)
         for number in (signal.SIGPIPE, signal.SIGCHLD, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         write_once("/proc/self/oom_score_adj", b"1000")
@@ -62,10 +66,10 @@ def write_once(path: str, data: bytes) -> None:
     os.close(fd)
 
 
-def close_above_2() -> None:
-    """Closes every descriptor but the three streams."""
+def close_above(last: int) -> None:
+    """Closes every descriptor but the streams, which come first."""
     for name in os.listdir("/proc/self/fd"):
-        if int(name) > 2:
+        if int(name) > last:
             try:  # noqa: SIM105
                 os.close(int(name))
             except OSError:  # the listing's own
@@ -86,7 +90,12 @@ def read_exactly(size: int) -> bytes:
 def perform(job: Header) -> int:
     """Does what was asked for, and returns the exit code."""
     os.chdir(job.get("cwd", "/workspace"))
-    if job["op"] == "exec":
+    if job["op"] in ("exec", "start"):
+        if job.get("pty"):
+            take_terminal()
+        elif job.get("state"):
+            os.dup2(3, job["state"])
+            os.close(3)
         os.execvpe(job["argv"][0], job["argv"], {**ENVIRONMENT, **job["env"]})
     if job["op"] == "python":
         return run_source(read_exactly(job["source_bytes"]))
@@ -94,7 +103,20 @@ def perform(job: Header) -> int:
         return copy_out(job["path"], job["max_bytes"])
     if job["op"] == "write":
         return copy_in(job["path"], job["mode"] & 0o777)
+    if job["op"] in ("list", "stat", "pack", "unpack", "remove"):
+        return files.perform(job)
     raise ValueError("unknown operation " + repr(job["op"]))
+
+
+def take_terminal() -> None:
+    """Makes the terminal, which is descriptor 3, the one of this session and all three streams."""
+    import fcntl
+    import termios
+
+    fcntl.ioctl(3, termios.TIOCSCTTY, 0)
+    for fd in (0, 1, 2):
+        os.dup2(3, fd)
+    os.close(3)
 
 
 def warm_up() -> None:

@@ -22,12 +22,16 @@ COMMAND_UID = 60000
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A sandbox that runs: its agent's streams, how to end it, and how often the kernel killed for memory."""
+    """A sandbox that runs: its agent's streams, how to end it, and how often the kernel killed for memory.
+
+    `pause` stops (True) all its processes or lets them go on; None where the backend cannot.
+    """
 
     reader: ByteReader
     writer: ByteWriter
     kill: Callable[[], Awaitable[None]]
     oom_kills: Callable[[], int]
+    pause: Callable[[bool], Awaitable[None]] | None = None
 
 
 class Backend(Protocol):

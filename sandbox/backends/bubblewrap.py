@@ -58,6 +58,7 @@ class Bubblewrap:
             cpu_limit="cpu" in held,
             inode_limit=False,
             separate_users=os.geteuid() == 0,
+            pause="freezer" in held,
         )
 
     async def start(self, box_id: str, owner: str, spec: SandboxSpec) -> Started:
@@ -88,7 +89,10 @@ class Bubblewrap:
             await cgroup.remove()
             await process.wait()
 
-        return Started(stdout, stdin, kill, cgroup.oom_kills)
+        async def pause(stop: bool) -> None:
+            await cgroup.freeze(stop)
+
+        return Started(stdout, stdin, kill, cgroup.oom_kills, pause if cgroup.freezes else None)
 
     async def _spawn(self, cgroup: Cgroup, limits: Limits) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(

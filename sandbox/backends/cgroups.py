@@ -17,12 +17,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from sandbox.errors import InfrastructureError
 from sandbox.types import Limits
 
 _ROOT = Path("/sys/fs/cgroup")
 _PARENT = "tempering"
 _PERIOD_US = 100_000
-_REMOVE_S = 5.0
+_REMOVE_S, _FREEZE_S = 5.0, 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,27 @@ class Cgroup:
     def oom_kills(self) -> int:
         """Returns how many processes the kernel killed for memory."""
         return oom_kills(self.folders["memory"]) if "memory" in self.folders else 0
+
+    @property
+    def freezes(self) -> bool:
+        """Whether it can be paused."""
+        return "freezer" in self.folders
+
+    async def freeze(self, stop: bool) -> None:
+        """Stops all processes in it, or lets them go on; returns when that has happened.
+
+        Raises:
+            InfrastructureError: The kernel does not.
+        """
+        folder, deadline = self.folders["freezer"], time.monotonic() + _FREEZE_S
+        _set_frozen(folder, stop)
+        while _frozen(folder) is not stop:
+            if time.monotonic() > deadline:
+                _set_frozen(folder, False)
+                raise InfrastructureError(
+                    f"the kernel did not {'pause' if stop else 'resume'} in {_FREEZE_S} s"
+                )
+            await asyncio.sleep(0.001)
 
     async def remove(self) -> None:
         """Ends what is left in the groups and removes them; one that cannot be is left to `sweep`."""
@@ -111,12 +133,14 @@ def _settings(limits: Limits, v2: bool) -> dict[str, dict[str, str | int]]:
             "memory": {"memory.max": limits.memory_bytes, "memory.swap.max": 0, "memory.oom.group": 0},
             "pids": {"pids.max": limits.pids},
             "cpu": {"cpu.max": f"{quota} {_PERIOD_US}"},
+            "freezer": {},
         }
     memory = limits.memory_bytes
     return {
         "memory": {"memory.limit_in_bytes": memory, "memory.memsw.limit_in_bytes": memory},
         "pids": {"pids.max": limits.pids},
         "cpu": {"cpu.cfs_period_us": _PERIOD_US, "cpu.cfs_quota_us": quota},
+        "freezer": {},
     }
 
 
@@ -149,10 +173,26 @@ def _processes(folder: Path) -> Iterator[int]:
 
 def _remove_all(folders: Iterable[Path]) -> None:
     """Removes groups in their order; the processes in them take a moment to die."""
-    deadline = time.monotonic() + _REMOVE_S
+    folders, deadline = list(folders), time.monotonic() + _REMOVE_S
+    for folder in folders:
+        with contextlib.suppress(OSError):  # what is frozen cannot die
+            _set_frozen(folder, False)
     for folder in folders:
         while not _remove(folder) and time.monotonic() < deadline:
             time.sleep(0.005)
+
+
+def _set_frozen(folder: Path, stop: bool) -> None:
+    if (folder / "cgroup.freeze").exists():
+        (folder / "cgroup.freeze").write_text("1" if stop else "0")
+    elif (folder / "freezer.state").exists():
+        (folder / "freezer.state").write_text("FROZEN" if stop else "THAWED")
+
+
+def _frozen(folder: Path) -> bool:
+    if (folder / "freezer.state").exists():
+        return (folder / "freezer.state").read_text().strip() == "FROZEN"
+    return "frozen 1" in (folder / "cgroup.events").read_text().splitlines()
 
 
 def _remove(folder: Path) -> bool:

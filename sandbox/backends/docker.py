@@ -61,6 +61,7 @@ class Docker:
             cpu_limit=True,
             inode_limit=True,
             separate_users=True,
+            pause=True,
         )
 
     async def start(self, box_id: str, owner: str, spec: SandboxSpec) -> Started:
@@ -90,7 +91,13 @@ class Docker:
                 await asyncio.to_thread(_remove, container)
             stream.close()
 
-        return Started(Demultiplexed(reader), writer, kill, lambda: cgroups.oom_kills(memory))
+        async def pause(stop: bool) -> None:
+            try:
+                await asyncio.to_thread(container.pause if stop else container.unpause)
+            except _UNREACHABLE as error:
+                raise InfrastructureError(f"Docker did not pause or resume: {_first_line(error)}") from error
+
+        return Started(Demultiplexed(reader), writer, kill, lambda: cgroups.oom_kills(memory), pause)
 
     async def reclaim(self, state_dir: Path) -> list[str]:
         """Removes the containers that an earlier node of this folder left, by label."""
@@ -192,7 +199,7 @@ def hardening(limits: Limits) -> dict[str, Any]:
 
 
 def _tmpfs(limits: Limits) -> str:
-    return f"rw,nosuid,nodev,mode=1777,size={limits.tmpfs_bytes},nr_inodes={limits.tmpfs_inodes}"
+    return f"rw,exec,nosuid,nodev,mode=1777,size={limits.tmpfs_bytes},nr_inodes={limits.tmpfs_inodes}"
 
 
 def _ulimits(limits: Limits) -> Iterator[docker.types.Ulimit]:

@@ -16,7 +16,8 @@ from sandbox.errors import LostError, ProtocolError
 from sandbox.resident import Resident, check_result
 
 GOOD: Header = {
-    "exit_code": 0, "stdout_bytes": 0, "truncated": False, "timed_out": False, "cancelled": False,
+    "exit_code": 0, "signal": None, "stdout_bytes": 0, "stderr_bytes": 0, "disk_full": False,
+    "truncated": False, "timed_out": False, "cancelled": False,
     "dirty": False, "duration_s": 0.1,
 }  # fmt: skip
 
@@ -109,10 +110,13 @@ async def test_all_that_wait_hear_of_the_end() -> None:
         ({"exit_code": True}, b""),
         ({"exit_code": "0"}, b""),
         ({"stdout_bytes": 3}, b"xx"),
+        ({"stdout_bytes": 1, "stderr_bytes": 2}, b"xx"),
+        ({"stderr_bytes": -1}, b"xx"),
+        ({"stdout_bytes": 1}, b"xx"),
         ({"stdout_bytes": -1}, b"xx"),
         ({"truncated": 1}, b""),
         ({"duration_s": None}, b""),
-        ({"stdout_bytes": 0}, bytes(1000)),
+        ({"stdout_bytes": 1000}, bytes(1000)),
     ],
 )
 def test_results_out_of_shape(changes: Mapping[str, Any], body: bytes) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sandbox.errors import InfrastructureError, JournalError, JournalMismatchError, RefusedError
 from sandbox.journal import BUDGET, Journal
 from sandbox.journal_file import START, VERSION, encode, scan, version_of
+from sandbox.outcome import Outcome
 from sandbox.types import ExecResult
 
 GOLDEN = Path(__file__).parents[1] / "data/journals"
@@ -26,7 +27,7 @@ COMMAND = {
     "timeout_s": 1,
     "limit": 9,
 }
-RESULT = ExecResult(3, b"out", b"error", truncated=True, oom=True, duration_s=0.5)
+RESULT = Outcome(ExecResult(3, b"out", b"error", truncated=True, oom=True, duration_s=0.5), b"more")
 
 
 def filled(path: Path, commands: int = 3) -> Journal:
@@ -155,7 +156,7 @@ def test_a_journal_without_its_start(tmp_path: Path) -> None:
 
 def test_beyond_its_budget_it_keeps_hashes(tmp_path: Path) -> None:
     journal = filled(tmp_path / "j", 0)
-    large = ExecResult(0, bytes(BUDGET // 2), b"")
+    large = Outcome(ExecResult(0, bytes(BUDGET // 2), b""))
     for _ in range(3):
         journal.finish(journal.intend(COMMAND, bytes(BUDGET // 4), idempotent=False), large)
     assert (tmp_path / "j").stat().st_size < BUDGET
@@ -184,7 +185,7 @@ def test_records_round_trip(
     assert [(found.record, found.body) for found in scan(path)][1:] == records
 
 
-@pytest.mark.parametrize("version", [1])
+@pytest.mark.parametrize("version", [1, 2])
 def test_journals_of_this_version_and_the_one_before_are_read(tmp_path: Path, version: int) -> None:
     path = tmp_path / "j"
     shutil.copy(GOLDEN / f"version_{version}.journal", path)
@@ -193,12 +194,10 @@ def test_journals_of_this_version_and_the_one_before_are_read(tmp_path: Path, ve
     assert (journal.last, journal.generation, journal.torn) == (4, 2, 0)
     make = {"op": "exec", "argv": ["/bin/sh", "-c", "make"], "env": {"A": "b"}, "cwd": "/workspace"}
     journal.match(1, make, b"in\n")
-    assert journal.result(1) == ExecResult(0, b"built\n", b"warning\n", duration_s=0.25)
+    assert journal.result(1) == Outcome(ExecResult(0, b"built\n", b"warning\n", duration_s=0.25))
     with pytest.raises(RefusedError, match="1024 commands wait"):
         journal.result(2)
-    assert (
-        journal.entries[3].runs == 2 and journal.result(3).timed_out and journal.result(3).exit_code is None
-    )
+    assert journal.entries[3].runs == 2 and journal.result(3).result.timed_out
     assert not journal.entries[4].result and journal.command(4)[0]["argv"][2] == "git push"
     journal.finish(journal.intend(make, b"", idempotent=False), RESULT)
     journal.close()

@@ -19,6 +19,7 @@ from sandbox.client import Fleet, RemoteBox
 from sandbox.errors import JournalMismatchError, LostError, PolicyError, UnknownOutcomeError
 from sandbox.journal import Journal
 from sandbox.journal_file import scan
+from sandbox.outcome import Outcome
 from sandbox.types import ExecResult, Limits, SandboxSpec
 
 ROOT = str(Path(__file__).parents[2])
@@ -233,7 +234,7 @@ async def test_a_replay_that_ends_differently_is_a_hard_error(own: Path) -> None
             b"",
             idempotent=False,
         ),
-        ExecResult(0, b"", b""),
+        Outcome(ExecResult(0, b"", b"")),
     )
     journal.close()
     async with await connect(own) as fleet:

@@ -1,0 +1,200 @@
+"""A command as the agent sees it: its streams, what is kept of them, and how it ended."""
+
+from __future__ import annotations
+
+import os
+import time
+from _socket import SHUT_WR, socket
+
+from .keeper import DIRTY, DONE, EXITED, FAILED, STATUS
+from .program import CHUNK, SCRATCH
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from .program import Header
+
+GRACE_S = 0.2
+STATE = 1 << 18
+
+
+class Launched:
+    """What a launch gives: our ends of the streams, the keeper's socket, and the user's place."""
+
+    def __init__(self, fds: tuple[int, int, int], keeper: socket, slot: int, extra: int = -1):
+        self.fds, self.keeper, self.slot, self.extra = fds, keeper, slot, extra
+
+
+class Capped:
+    """Keeps the head and the tail of a stream, at most `limit` bytes, and counts what it dropped."""
+
+    def __init__(self, limit: int):
+        self.head, self.tail = bytearray(), bytearray()
+        self.half, self.dropped = max(limit // 2, 1), 0
+
+    def feed(self, data: bytes) -> None:
+        """Takes the next bytes; the tail is cut only when it has doubled, so that bytes are moved once."""
+        room = self.half - len(self.head)
+        if room > 0:
+            self.head += data[:room]
+            data = data[room:]
+        self.tail += data
+        if len(self.tail) > 2 * self.half:
+            self.cut()
+
+    def cut(self) -> None:
+        """Drops what is over the limit."""
+        over = len(self.tail) - self.half
+        if over > 0:
+            del self.tail[:over]
+            self.dropped += over
+
+    def value(self) -> bytes:
+        """Returns what was kept, with a note in place of what was dropped."""
+        self.cut()
+        note = b"\n[... %d bytes dropped ...]\n" % self.dropped if self.dropped else b""
+        return bytes(self.head) + note + bytes(self.tail)
+
+
+class Command:
+    """A running command: its streams, the socket of its keeper, and its deadline."""
+
+    def __init__(self, header: Header, stdin: bytes, launched: Launched):
+        self.header, self.request = header, stdin
+        self.id, self.keeper, self.slot = int(header["id"]), launched.keeper, launched.slot
+        self.stdin_fd, self.out_fd, self.err_fd = launched.fds
+        self.extra_fd = launched.extra
+        self.stdin = memoryview(stdin)
+        self.out, self.err, self.extra = Capped(header["limit"]), Capped(header["limit"]), Capped(STATE)
+        self.stream, self.sent = bool(header.get("stream")), [0, 0]
+        self.started = time.monotonic()
+        self.deadline = self.started + header["timeout_s"]
+        self.status: int | None = None
+        self.signal: int | None = None
+        self.failure = 0
+        self.ended_at = 0.0
+        self.timed_out = self.cancelled = self.stopping = self.gone = self.dirty = False
+
+    def outputs(self) -> list[int]:
+        """Returns the descriptors of open output streams."""
+        return [fd for fd in (self.out_fd, self.err_fd) if fd >= 0]
+
+    def wake_at(self) -> float:
+        """Returns when something is to be done although nothing was heard."""
+        return self.ended_at + GRACE_S if self.ended_at else self.deadline
+
+    def finished(self, now: float) -> bool:
+        """Whether to report: the tree is gone, or the main process is and a child only holds its streams."""
+        if not self.gone and (self.status is None or self.stopping or self.slot):
+            return False
+        return (self.out_fd < 0 and self.err_fd < 0) or now >= self.ended_at + GRACE_S
+
+    def stop(self) -> None:
+        """Asks the keeper to end the tree; its end of the socket closes when all is gone."""
+        if not self.stopping and not self.gone:
+            self.stopping = True
+            self.keeper.shutdown(SHUT_WR)
+
+    def hear(self) -> None:
+        """Takes what the keeper says: how the main process ended, and by its end that all did."""
+        data = self.keeper.recv(STATUS.size)
+        if not data:
+            self.gone = True
+        else:
+            kind, value = STATUS.unpack(data)
+            if kind == EXITED:
+                self.status, self.signal = (value, None) if value >= 0 else (128 - value, -value)
+            self.failure = value if kind == FAILED else self.failure
+            self.dirty = self.dirty or kind == DIRTY
+            self.gone = kind in (DONE, DIRTY)
+        self.ended_at = self.ended_at or time.monotonic()
+
+    def feed(self) -> None:
+        """Writes standard input; a command that does not read it loses it."""
+        try:
+            self.stdin = self.stdin[os.write(self.stdin_fd, self.stdin[:CHUNK]) :]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            self.stdin = self.stdin[:0]
+        if not self.stdin:
+            self.shut("stdin_fd")
+
+    def drain(self, fd: int) -> bytes:
+        """Reads an output stream; returns what is to be sent ahead of the result."""
+        data = read_some(fd)
+        if not data:
+            self.shut("out_fd" if fd == self.out_fd else "err_fd" if fd == self.err_fd else "extra_fd")
+        elif fd == self.extra_fd:
+            self.extra.feed(data)
+        else:
+            return self.take(data, int(fd == self.err_fd))
+        return b""
+
+    def take(self, data: bytes, which: int) -> bytes:
+        """Keeps output; of a command that streams, the first `limit` bytes go ahead at once."""
+        sink = self.err if which else self.out
+        raw = bool(self.header.get("raw")) and not which
+        if not raw:
+            sink.feed(data)
+        if not self.stream:
+            return b""
+        ahead = data[: self.header["limit"] - self.sent[which]]
+        self.sent[which] += len(ahead)
+        if raw and len(ahead) < len(data):
+            sink.dropped += len(data) - len(ahead)
+            self.stop()
+        return ahead
+
+    def collect(self) -> None:
+        """Reads what the ended command still has in its extra stream, which nobody else is waited for."""
+        while self.extra_fd >= 0:
+            try:
+                self.drain(self.extra_fd)
+            except BlockingIOError:
+                return
+
+    def shut(self, *names: str) -> None:
+        """Closes descriptors."""
+        for name in names:
+            if getattr(self, name) >= 0:
+                os.close(getattr(self, name))
+                setattr(self, name, -1)
+
+    def result(self, now: float) -> tuple[bytes, Header]:
+        """Returns the outputs, one after the other, and what is to be said of the command."""
+        out, err = self.out.value(), self.err.value()
+        state = b"" if self.extra.dropped else bytes(self.extra.head + self.extra.tail)
+        return out + err + state, {
+            "exit_code": self.status,
+            "signal": self.signal,
+            "stdout_bytes": len(out),
+            "stderr_bytes": len(err),
+            "truncated": bool(self.out.dropped or self.err.dropped),
+            "timed_out": self.timed_out,
+            "cancelled": self.cancelled,
+            "dirty": self.dirty,
+            "disk_full": self.status != 0 and disk_full(),
+            "duration_s": now - self.started,
+        }
+
+
+def read_some(fd: int) -> bytes:
+    """Reads what is there; a terminal whose other side is closed is at its end."""
+    try:
+        return os.read(fd, CHUNK)
+    except BlockingIOError:
+        raise
+    except OSError:
+        return b""
+
+
+def disk_full() -> bool:
+    """Whether a scratch folder has no room for another block or file."""
+    for folder in SCRATCH:
+        try:
+            info = os.statvfs(folder)
+        except OSError:
+            continue
+        if info.f_blocks and (not info.f_bavail or (info.f_files and not info.f_favail)):
+            return True
+    return False

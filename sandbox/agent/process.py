@@ -1,0 +1,142 @@
+"""A process in the background: it outlives the request that started it, and keeps the end of its output."""
+
+from __future__ import annotations
+
+import os
+import time
+from _socket import socket
+
+from .command import GRACE_S, Command, Launched
+from .keeper import SIGNAL, STATUS
+from .program import CHUNK
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from .program import Header
+
+MAX_INPUT = 1 << 20
+FOREVER = float("inf")
+
+
+class Poll:
+    """A request that waits for output or for the end."""
+
+    def __init__(self, header: Header):
+        self.id, self.offset, self.limit = int(header["id"]), int(header["offset"]), int(header["limit"])
+        self.deadline = time.monotonic() + header["wait_s"]
+
+
+class Process(Command):
+    """A command without a deadline, whose output is asked for by its place in the stream."""
+
+    def __init__(self, header: Header, job: bytes, launched: Launched):
+        super().__init__({**header, "limit": 1, "stream": False}, job, launched)
+        self.keep, self.log, self.start = int(header["limit"]), bytearray(), 0
+        self.polls: list[Poll] = []
+        self.closing = False
+        self.deadline = FOREVER
+        if self.extra_fd >= 0:  # a terminal: its master is where all goes, once the job is through
+            os.set_blocking(self.extra_fd, False)
+
+    def outputs(self) -> list[int]:
+        """Returns the descriptors of open output streams."""
+        return [fd for fd in (self.out_fd, self.err_fd, self.extra_fd) if fd >= 0]
+
+    def wake_at(self) -> float:
+        """Returns when something is to be done although nothing was heard."""
+        ended = self.ended_at + GRACE_S if self.ended_at and self.outputs() else FOREVER
+        return min([ended, *(poll.deadline for poll in self.polls)])
+
+    def finished(self, now: float) -> bool:
+        """It is never reported by itself: it answers to polls."""
+        return False
+
+    def over(self, now: float) -> bool:
+        """Whether its end is known and no more output comes."""
+        if self.status is None and not self.gone:
+            return False
+        return not self.outputs() or now >= self.ended_at + GRACE_S
+
+    def drain(self, fd: int) -> bytes:
+        """Takes output; what is beyond the limit goes from the front."""
+        try:
+            data = os.read(fd, CHUNK)
+        except BlockingIOError:
+            return b""
+        except OSError:  # a terminal that nobody has open any more
+            data = b""
+        if not data:
+            self.shut("out_fd" if fd == self.out_fd else "err_fd" if fd == self.err_fd else "extra_fd")
+        self.log += data
+        if len(self.log) > 2 * self.keep:
+            self.trim()
+        return b""
+
+    def trim(self) -> None:
+        """Drops what is over the limit."""
+        over = max(len(self.log) - self.keep, 0)
+        del self.log[:over]
+        self.start += over
+
+    def feed(self) -> None:
+        """Writes input; it stays open until the caller closes it."""
+        while self.stdin_fd >= 0 and self.stdin:
+            try:
+                self.stdin = self.stdin[os.write(self.stdin_fd, self.stdin[:CHUNK]) :]
+            except BlockingIOError:
+                return
+            except OSError:
+                self.shut("stdin_fd")
+                self.stdin = self.stdin[:0]
+        if self.extra_fd >= 0 and self.header.get("pty") and not self.closing and self.stdin_fd >= 0:
+            self.shut("stdin_fd")
+            self.stdin_fd = os.dup(self.extra_fd)
+            self.header["pty"] = None
+        if self.closing and not self.header.get("pty"):
+            self.shut("stdin_fd")
+
+    def write(self, data: bytes, eof: bool) -> bool:
+        """Queues input; returns whether there was room."""
+        if len(self.stdin) + len(data) > MAX_INPUT:
+            return False
+        self.stdin = memoryview(bytes(self.stdin) + data)
+        self.closing = self.closing or eof
+        self.feed()
+        return True
+
+    def send(self, number: int) -> None:
+        """Has the keeper signal the main process and its group."""
+        if not self.gone and self.status is None:
+            self.keeper.send(STATUS.pack(SIGNAL, number))
+
+    def ready(self, now: float) -> list[tuple[Poll, bytes, dict[str, Any]]]:
+        """Returns the polls that can be answered now, with their answers."""
+        over, end = self.over(now), self.start + len(self.log)
+        answered = [p for p in self.polls if over or p.offset < end or now >= p.deadline]
+        if answered:
+            self.trim()
+            self.polls = [p for p in self.polls if p not in answered]
+        return [(poll, *self.answer(poll, over)) for poll in answered]
+
+    def answer(self, poll: Poll, over: bool) -> tuple[bytes, dict[str, Any]]:
+        """Returns output from where the poll asks for it, and the state of the process."""
+        first = min(max(poll.offset, self.start), self.start + len(self.log))
+        data = bytes(self.log[first - self.start :][: poll.limit])
+        rest = self.start + len(self.log) > first + len(data)
+        return data, {
+            "offset": first,
+            "running": not over or rest,
+            "exit_code": self.status,
+            "signal": self.signal,
+            "failure": self.failure,
+        }
+
+    def release(self) -> socket | None:
+        """Closes its descriptors; returns the keeper when what it left still runs."""
+        self.shut("stdin_fd", "out_fd", "err_fd", "extra_fd")
+        if self.gone:
+            self.keeper.close()
+            return None
+        return self.keeper

@@ -1,0 +1,132 @@
+"""Archives that somebody gave us, as trees: tar and zip, bombs refused by size and ratio."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import stat
+import tarfile
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from sandbox.errors import UnsafeTreeError
+from sandbox.trees import Checker, Entry, Item, TreeLimits, pieces
+
+MAX_RATIO, _FREE = 200, 8 << 20
+"""How many times its size an archive may unpack to, beyond the first `_FREE` bytes."""
+
+_OPENERS: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}
+_BROKEN = (
+    tarfile.TarError,
+    zipfile.BadZipFile,
+    lzma.LZMAError,
+    zlib.error,
+    EOFError,
+    OSError,
+    NotImplementedError,
+)
+
+
+def read_archive(archive: Path | bytes, limits: TreeLimits) -> Iterator[Item]:
+    """Yields the entries of an archive, each checked before it is given.
+
+    Raises:
+        UnsafeTreeError: It is broken, a bomb, or has what does not go into a sandbox.
+    """
+    with open(archive, "rb") if isinstance(archive, Path) else io.BytesIO(archive) as file:
+        size = file.seek(0, io.SEEK_END)
+        file.seek(0)
+        most = min(limits.size, max(_FREE, MAX_RATIO * size))
+        checker = Checker(TreeLimits(most, limits.entries))
+        try:
+            if zipfile.is_zipfile(file):
+                yield from _zip(file, checker, most)
+            else:
+                with _plain(file, most + (limits.entries << 11)) as plain:
+                    yield from _tar(plain, checker)
+        except UnsafeTreeError:
+            raise
+        except (*_BROKEN, RuntimeError, ValueError) as error:
+            raise UnsafeTreeError(f"the archive cannot be read: {error}") from error
+
+
+def _plain(file: IO[bytes], most: int) -> IO[bytes]:
+    """Returns the archive unpacked; one of more than `most` bytes is refused before they are made."""
+    start = file.read(6)
+    file.seek(0)
+    opener = next((opener for magic, opener in _OPENERS.items() if start.startswith(magic)), None)
+    plain = tempfile.TemporaryFile()  # noqa: SIM115 (the caller's to close)
+    source: IO[bytes] = opener(file) if opener else file
+    done = 0
+    while data := source.read(1 << 18):
+        done += len(data)
+        if done > most:
+            plain.close()
+            raise UnsafeTreeError(f"the archive unpacks to more than {most} bytes")
+        plain.write(data)
+    plain.seek(0)
+    return plain
+
+
+def _tar(file: IO[bytes], checker: Checker) -> Iterator[Item]:
+    with tarfile.open(fileobj=file, mode="r:") as tar:
+        for member in tar:
+            name = member.name[2:] if member.name.startswith("./") else member.name
+            kind = (
+                "file"
+                if member.isreg()
+                else "dir"
+                if member.isdir()
+                else "link"
+                if member.issym()
+                else "special"
+            )
+            entry = Entry(
+                name,
+                kind,
+                member.mode,
+                int(member.mtime) * 10**9,
+                target=member.linkname if kind == "link" else "",
+            )
+            if kind != "file":
+                yield checker.check(entry), b""
+                continue
+            _declared(name, member.size, checker)
+            content = tar.extractfile(member)
+            assert content is not None
+            yield from pieces(content, entry, checker)
+
+
+def _zip(file: IO[bytes], checker: Checker, most: int) -> Iterator[Item]:
+    with zipfile.ZipFile(file) as archive:
+        if sum(member.file_size for member in archive.infolist()) > most:
+            raise UnsafeTreeError(f"the archive unpacks to more than {most} bytes")
+        for member in archive.infolist():
+            mode = member.external_attr >> 16
+            form = stat.S_IFMT(mode)
+            name = member.filename.rstrip("/") if member.is_dir() else member.filename
+            kind = "dir" if member.is_dir() else "link" if form == stat.S_IFLNK else "file"
+            if form not in (0, stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK):
+                kind = "special"
+            if member.flag_bits & 1:
+                raise UnsafeTreeError(f"{name!r} is encrypted")
+            entry = Entry(name, kind, mode or 0o644)
+            if kind == "link":
+                target = archive.open(member).read(4096).decode(errors="surrogateescape")
+                yield checker.check(Entry(name, "link", target=target)), b""
+            elif kind != "file":
+                yield checker.check(entry), b""
+            else:
+                with archive.open(member) as content:
+                    yield from pieces(content, entry, checker)
+
+
+def _declared(name: str, size: int, checker: Checker) -> None:
+    if size > checker.limits.size:
+        raise UnsafeTreeError(f"{name!r} declares {size} bytes, more than {checker.limits.size}")

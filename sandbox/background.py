@@ -1,0 +1,85 @@
+"""Processes that go on after the request that started them, by their number in the sandbox's sequence."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from sandbox.channel import Header
+from sandbox.errors import InfrastructureError, PolicyError, ProtocolError, RefusedError
+from sandbox.outcome import Outcome
+from sandbox.resident import Resident
+from sandbox.types import ExecResult
+
+_ASK_S = 10.0
+_MAX_WAIT_S = 3600.0
+_DONE = ExecResult(0, b"", b"")
+_POLLED: dict[str, tuple[type, ...]] = {
+    "offset": (int,), "running": (bool,), "exit_code": (int, type(None)), "signal": (int, type(None)),
+    "failure": (int,),
+}  # fmt: skip
+
+
+class Background:
+    """The background processes of a sandbox, counted from 1: a replayed start has its number again."""
+
+    OPERATIONS = frozenset({"start", "poll", "signal", "input", "resize"})
+
+    def __init__(self, resident: Resident, most: int):
+        self._resident, self._most = resident, most
+        self._agents: list[int] = []
+
+    def skip(self, count: int) -> None:
+        """Leaves out the numbers of processes that ran in an earlier generation and are gone."""
+        self._agents += [0] * count
+
+    async def run(self, command: Header, body: bytes) -> Outcome:
+        """Does one operation; what it has to say is the outcome's `extra`, as JSON.
+
+        Raises:
+            LostError: The sandbox is gone.
+            RefusedError: There are too many processes, or one does not read its input.
+            PolicyError: There is no such process (any more), or the wait is too long.
+        """
+        if command["op"] == "start":
+            self._agents.append(0)
+            number = len(self._agents)
+            reply, _ = await self._ask({**command, "most": self._most}, body, _ASK_S)
+            self._agents[number - 1] = reply["id"]
+            return Outcome(_DONE, json.dumps({"process": number}).encode())
+        number = command["process"]
+        if not 0 < number <= len(self._agents) or not self._agents[number - 1]:
+            raise PolicyError(f"there is no process {number} in the sandbox (any more)")
+        wait_s = float(command.get("wait_s", 0))
+        if not 0 <= wait_s <= _MAX_WAIT_S:
+            raise PolicyError(f"a process is waited for at most {_MAX_WAIT_S} s at a time, not {wait_s}")
+        asked: Header = {**command, "process": self._agents[number - 1]}
+        reply, data = await self._ask(asked, body, wait_s + _ASK_S)
+        if command["op"] != "poll":
+            return Outcome(_DONE)
+        said = await self._polled(reply, data, command["limit"])
+        return Outcome(ExecResult(0, data, b""), json.dumps(said).encode())
+
+    async def _ask(self, command: Header, body: bytes, timeout_s: float) -> tuple[Header, bytes]:
+        reply, data = await self._resident.request(command, body, timeout_s=timeout_s)
+        problem = reply.get("error")
+        if problem == "ESRCH":
+            raise PolicyError("there is no such process in the sandbox (any more)")
+        if problem == "ENOBUFS":
+            raise RefusedError("the process does not read its input; try again later", "busy")
+        if problem in ("EMFILE", "EAGAIN"):
+            raise RefusedError("the sandbox has no room for another process", "processes")
+        if problem is not None:
+            raise InfrastructureError(f"the sandbox could not do it ({str(problem)[:40]})")
+        return reply, data
+
+    async def _polled(self, reply: Header, data: bytes, limit: int) -> Header:
+        said: dict[str, Any] = {name: reply.get(name, "missing") for name in _POLLED}
+        wrong = [
+            name for name, kinds in _POLLED.items()
+            if not isinstance(said[name], kinds) or (isinstance(said[name], bool) and bool not in kinds)
+        ]  # fmt: skip
+        if wrong or len(data) > limit:
+            await self._resident.close()
+            raise ProtocolError(f"an answer about a process out of shape ({', '.join(wrong) or 'too long'})")
+        return said

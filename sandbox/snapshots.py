@@ -1,0 +1,168 @@
+"""Disk snapshots: the writable folders of a sandbox as a tree, kept by the node, from which others start.
+
+A snapshot holds files, not processes. It is taken while no command runs; what background processes write
+meanwhile may be in it or not. What comes out of a sandbox is checked on its way into another, as any tree.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sandbox.box import Box
+from sandbox.errors import DiskFullError, FileError, LostError, UnsafeTreeError
+from sandbox.trees import Checker, Parser, TreeLimits, batches
+
+FOLDER = "snapshots"
+KEEP_S = 86400.0
+_ROOTS = ("/workspace", "/tmp", "/dev/shm")
+_LIMITS = TreeLimits(1 << 30, 200_000)
+_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What is known of a snapshot: of which sandbox, and after which of its commands, it was taken."""
+
+    id: str
+    owner: str
+    sandbox: str
+    backend: str
+    spec: dict[str, Any]
+    seq: int
+    base: str
+    taken: float = field(default_factory=time.time)
+
+
+class Snapshots:
+    """The snapshots of a node, two files each: `<id>.json`, written last, and `<id>.tree`."""
+
+    def __init__(self, state_dir: Path):
+        self._folder = state_dir / FOLDER
+
+    async def take(self, box: Box) -> Snapshot:
+        """Takes a snapshot of a sandbox.
+
+        Raises:
+            RefusedError: A command is running.
+            FileError: There are files that its user cannot read, or too many.
+        """
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        name = f"snap-{secrets.token_hex(6)}"
+        async with box.quiet() as seq:
+            try:
+                await save(box, self.tree(name))
+            except BaseException:
+                self.tree(name).unlink(missing_ok=True)
+                raise
+            taken = Snapshot(name, box.owner, box.id, box.backend, asdict(box.spec), seq, box.snapshot)
+        draft = self._folder / f"{name}.draft"
+        draft.write_text(json.dumps(asdict(taken)))
+        draft.replace(self._folder / f"{name}.json")
+        return taken
+
+    def tree(self, name: str) -> Path:
+        """Returns where the files of a snapshot are."""
+        return self._folder / f"{name}.tree"
+
+    def get(self, name: str, owner: str) -> Snapshot:
+        """Returns a snapshot of an owner.
+
+        Raises:
+            LostError: There is none.
+        """
+        for snapshot in self.of(owner):
+            if snapshot.id == name:
+                return snapshot
+        raise LostError(f"{owner} has no snapshot {name}")
+
+    def of(self, owner: str) -> list[Snapshot]:
+        """Returns the snapshots of an owner, the oldest first."""
+        found = [snapshot for snapshot in self._all() if snapshot.owner == owner]
+        return sorted(found, key=lambda snapshot: snapshot.taken)
+
+    def latest(self, box_id: str, owner: str) -> Snapshot | None:
+        """Returns the snapshot after the most commands of a sandbox."""
+        mine = [snapshot for snapshot in self.of(owner) if snapshot.sandbox == box_id]
+        return max(mine, key=lambda snapshot: snapshot.seq, default=None)
+
+    def remove(self, name: str, owner: str) -> None:
+        """Deletes a snapshot; one that is gone already is fine."""
+        with suppress(LostError):
+            self.get(name, owner)
+            (self._folder / f"{name}.json").unlink(missing_ok=True)
+            self.tree(name).unlink(missing_ok=True)
+
+    def sweep(self, keep_s: float = KEEP_S) -> None:
+        """Removes what is older, and trees without a record."""
+        for snapshot in self._all():
+            if time.time() - snapshot.taken > keep_s:
+                self.remove(snapshot.id, snapshot.owner)
+        for path in self._folder.glob("*"):
+            with suppress(FileNotFoundError):
+                whole = path.with_suffix(".json").exists()
+                if not whole and time.time() - path.stat().st_mtime > keep_s:
+                    path.unlink()
+
+    def _all(self) -> Iterator[Snapshot]:
+        for path in self._folder.glob("*.json"):
+            with suppress(FileNotFoundError):
+                yield Snapshot(**json.loads(path.read_text()))
+
+
+async def save(box: Box, path: Path) -> None:
+    """Writes the writable folders of a sandbox to a file.
+
+    Raises:
+        FileError: They cannot be read, or are too large.
+    """
+    command = {
+        "op": "pack", "roots": _ROOTS, "base": "/", "max_entries": _LIMITS.entries, "max_bytes": _LIMITS.size,
+        "limit": 2 * _LIMITS.size, "stream": True, "raw": True, "timeout_s": _TIMEOUT_S,
+    }  # fmt: skip
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(fd, "wb") as file:  # noqa: ASYNC230 (writes to a local file's cache)
+
+        async def sink(which: int, data: bytes) -> None:
+            if not which:
+                file.write(data)
+
+        result = (await box.perform(command, b"", sink)).result
+    if result.exit_code != 0 or result.truncated:
+        why = result.stderr.decode(errors="replace").strip() or "too large"
+        raise FileError(f"a snapshot of sandbox {box.id} could not be taken: {why}")
+
+
+async def load(box: Box, path: Path) -> None:
+    """Makes the files of a snapshot in a fresh sandbox.
+
+    Raises:
+        UnsafeTreeError: It is not what a snapshot has.
+        DiskFullError: They do not fit.
+        FileError: They cannot be made.
+    """
+    for batch in batches(_checked(path)):
+        command = {"op": "unpack", "path": "/", "timeout_s": _TIMEOUT_S, "limit": 4096}
+        result = (await box.perform(command, batch)).result
+        if result.exit_code != 0:
+            kind = DiskFullError if result.disk_full else FileError
+            raise kind(f"a snapshot could not be unpacked: {result.stderr.decode(errors='replace').strip()}")
+
+
+def _checked(path: Path) -> Iterator[tuple[Any, bytes]]:
+    roots = tuple(root.lstrip("/") for root in _ROOTS)
+    parser, checker = Parser(), Checker(_LIMITS, links_out=True)
+    with path.open("rb") as file:
+        while data := file.read(1 << 20):
+            for entry, content in parser.feed(data):
+                if not entry.path.startswith(roots):
+                    raise UnsafeTreeError(f"a snapshot has no {entry.path!r}")
+                yield checker.check(entry), content
+    parser.end()
