@@ -79,6 +79,11 @@ class Connection:
             raise from_wire(answer["error"])
         return answer, data
 
+    @property
+    def lost(self) -> bool:
+        """Whether it has ended, and with it what its client had under way."""
+        return self._fault is not None
+
     async def close(self) -> None:
         """Ends the connection."""
         for task in self._tasks:

@@ -144,6 +144,7 @@ class _Flight:
 
     node: str
     room: Room
+    payer: str
     settled_s: float | None = None
     seen: bool = False
 
@@ -182,6 +183,7 @@ class Placer:
         self._nodes: dict[str, _Known] = {}
         self._units: dict[str, list[str]] = {}
         self._flights: dict[int, _Flight] = {}
+        self._paid: dict[str, Room] = {}
         self._numbers = count(1)
 
     @property
@@ -216,7 +218,7 @@ class Placer:
         if (known := self._nodes.pop(name, None)) is not None:
             self._index(known.view, add=False)
             for number in known.flights:
-                del self._flights[number]
+                self._uncount(known, self._flights.pop(number))
 
     def pick(self, demand: Demand, now_s: float, exclude: Collection[str] = ()) -> str | None:
         """Returns the node that is to be asked, or None when none fits."""
@@ -235,10 +237,11 @@ class Placer:
         wanted = [name for name, known in self._nodes.items() if offers(known.view, demand)]
         return homes(key, wanted, most)
 
-    def begin(self, name: str, room: Room) -> int:
-        """Counts a request that is about to be sent to a node; returns its number."""
+    def begin(self, name: str, room: Room, payer: str = "") -> int:
+        """Counts a request that is about to be sent to a node for somebody's account; returns its number."""
         number = next(self._numbers)
-        self._flights[number] = _Flight(name, room)
+        self._flights[number] = _Flight(name, room, payer)
+        self._paid[payer] = self.paid(payer).plus(room)
         known = self._nodes[name]
         known.flights.add(number)
         known.ahead, known.starting = known.ahead.plus(room), known.starting + 1
@@ -261,6 +264,15 @@ class Placer:
     def ahead(self, name: str) -> Room:
         """Returns what is counted of a node on top of its view."""
         return self._nodes[name].ahead
+
+    def paid(self, payer: str) -> Room:
+        """Returns what is counted on top of all views for somebody's account."""
+        return self._paid.get(payer, Room())
+
+    @property
+    def payers(self) -> set[str]:
+        """For whose accounts something is counted on top of all views."""
+        return {*self._paid}
 
     def load(self, name: str) -> float:
         """Returns a node's load: its dominant share in use, plus its share of starts."""
@@ -285,6 +297,10 @@ class Placer:
         if not flight.seen:
             known.ahead = known.ahead.plus(flight.room, -1)
             known.starting -= flight.settled_s is None
+            left = self._paid[flight.payer].plus(flight.room, -1)
+            self._paid[flight.payer] = left
+            if not left.sandboxes:
+                del self._paid[flight.payer]
 
     def _index(self, view: NodeView, *, add: bool) -> None:
         for unit in ("", f"={view.labels.get(UNIT, '')}"):
