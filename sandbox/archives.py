@@ -58,19 +58,22 @@ def read_archive(archive: Path | bytes, limits: TreeLimits) -> Iterator[Item]:
 
 def _plain(file: IO[bytes], most: int) -> IO[bytes]:
     """Returns the archive unpacked; one of more than `most` bytes is refused before they are made."""
+    file.seek(0)
     start = file.read(6)
     file.seek(0)
     opener = next((opener for magic, opener in _OPENERS.items() if start.startswith(magic)), None)
-    plain = tempfile.TemporaryFile()  # noqa: SIM115 (the caller's to close)
     source: IO[bytes] = opener(file) if opener else file
-    done = 0
-    while data := source.read(1 << 18):
-        done += len(data)
-        if done > most:
-            plain.close()
-            raise UnsafeTreeError(f"the archive unpacks to more than {most} bytes")
-        plain.write(data)
-    plain.seek(0)
+    plain, done = tempfile.TemporaryFile(), 0  # noqa: SIM115 (the caller's to close)
+    try:
+        while data := source.read(1 << 18):
+            done += len(data)
+            if done > most:
+                raise UnsafeTreeError(f"the archive unpacks to more than {most} bytes")
+            plain.write(data)
+        plain.seek(0)
+    except BaseException:
+        plain.close()
+        raise
     return plain
 
 

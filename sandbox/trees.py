@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import posixpath
 import shutil
 import stat
 import struct
@@ -105,8 +104,17 @@ class Checker:
         return path
 
     def _link(self, path: str, target: str) -> None:
-        led = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
-        if path == "." or not target or target.startswith("/") or "\0" in target or led.split("/")[0] == "..":
+        # No `..` behind a name: what the name leads to may be another link, and its parent anywhere.
+        names = target.split("/")
+        ups = next((place for place, name in enumerate(names) if name != ".."), len(names))
+        if (
+            path == "."
+            or not target
+            or target.startswith("/")
+            or "\0" in target
+            or ups > path.count("/")
+            or ".." in names[ups:]
+        ):
             raise UnsafeTreeError(f"the link {path!r} leads out of the tree, to {target[:200]!r}")
 
 
