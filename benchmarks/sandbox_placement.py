@@ -5,18 +5,18 @@
 Virtual time, the placement code itself, and a model of the rest at the scale that DSec reports: 1,000 nodes
 that hold 3 million sandboxes (each lives 600 s on average, so 5,000 end a second), 5,000 creates a second for
 the whole cluster through 8 fronts, and from the second second on a burst of 32,000 creates within 3 s for one
-scale unit of 160 nodes. A node admits 3,500 sandboxes and starts 70, 110 or 150 a second, as clusters mix
-generations of machines; it refuses once 160 wait for
+scale unit of 160 nodes. A node admits 3,500 sandboxes, starts 100 a second, and refuses once 160 wait for
 their start. Every front hears of every node each second, at times of its own, and knows of its own requests.
 A refused create is tried on three more nodes, then it is given back to the caller.
 
 A policy's figures: *refused*, the share of requests to a node that the node refused; *given back*, the share
-of creates that found no node; *start queue*, the largest number of sandboxes that waited for their start on
-a node, and the 99th percentile; *balance*, within the unit of the burst the seconds of starts that the
-busiest node took on over the mean node's (1 is even).
+of creates that found no node; *queue*, how many sandboxes waited for their start on the node that took one,
+99th percentile and most; *balance*, within the unit of the burst the creates that the busiest node took over
+the mean node's (1 is even).
 
-It shows, and exits with 1 otherwise: the best k of 2..5 has at most a quarter of the refusals of global best
-and a better balance, at most a quarter of the refusals of k = 1, and gives nothing back.
+It shows, and exits with 1 otherwise: the best of k = 2..5 has at most a twentieth of the refusals of global
+best and a better balance, and gives nothing back. Fronts that all take the best node of a stale view run for
+the same ones. One random node (k = 1) refuses little while all nodes are alike.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from sandbox.placement import UNIT, Demand, NodeView, Placer, Room
 
 NODES, UNIT_NODES, FRONTS = 1000, 160, 8
 CAPACITY, LIVE, STARTING = 3500, 3000, 160
-STARTS_PER_S, START_S, LIFE_S = (70.0, 110.0, 150.0), 0.2, 600.0
+STARTS_PER_S, START_S, LIFE_S = 100.0, 0.2, 600.0
 CREATES_PER_S, BURST, BURST_AT_S, BURST_S = 5000, 32_000, 1.0, 1.0
 HEARTBEAT_S, NETWORK_S, TRIES = 1.0, 0.001, 4
 BOX = Room(1, 1 << 20, 0.1, 8)
@@ -50,7 +50,6 @@ class Node:
     name: str
     unit: str
     live: int
-    starts_per_s: float
     touched_s: float = 0.0
     free_s: float = 0.0
     under_way: dict[int, set[int]] = field(default_factory=dict[int, set[int]])
@@ -67,7 +66,7 @@ class Node:
         if self.starting >= STARTING or self.live + self.starting >= CAPACITY:
             return None
         self.starting, self.taken = self.starting + 1, self.taken + 1
-        self.free_s = max(now_s, self.free_s) + 1 / self.starts_per_s
+        self.free_s = max(now_s, self.free_s) + 1 / STARTS_PER_S
         return self.free_s + START_S
 
     def view(self, front: int, now_s: float) -> NodeView:
@@ -75,7 +74,9 @@ class Node:
         held = self.live + self.starting
         used = Room(held, held << 20, held * 0.1, held * 8)
         flights = frozenset(self.under_way.get(front, ()))
-        return NodeView(self.name, now_s, WHOLE, used, self.starting, STARTING, flights, {}, {UNIT: self.unit})
+        return NodeView(
+            self.name, now_s, WHOLE, used, self.starting, STARTING, flights, {}, {UNIT: self.unit}
+        )
 
 
 @dataclass(slots=True)
@@ -102,7 +103,11 @@ class World:
         self._rng, self._draws = random.Random(seed), np.random.default_rng(seed)
         live = self._draws.normal(LIVE, LIVE**0.5, NODES).astype(int)
         self._nodes = {
-            f"n{number}": Node(f"n{number}", str(number // UNIT_NODES), min(int(held), CAPACITY), self._rng.choice(STARTS_PER_S))
+            f"n{number}": Node(
+                f"n{number}",
+                str(number // UNIT_NODES),
+                min(int(held), CAPACITY),
+            )
             for number, held in enumerate(live)
         }
         self._fronts = [Placer(seed + front, choices) for front in range(FRONTS)]
@@ -123,8 +128,8 @@ class World:
         while self._events and self._events[0][0] < seconds:
             now, _, act = heapq.heappop(self._events)
             act(now)
-        work = [node.taken / node.starts_per_s for node in self._nodes.values() if node.unit == "0"]
-        self.outcome.balance = max(work) / statistics.fmean(work)
+        taken = [node.taken for node in self._nodes.values() if node.unit == "0"]
+        self.outcome.balance = max(taken) / statistics.fmean(taken)
         return self.outcome
 
     def _at(self, time_s: float, act: Callable[[float], None]) -> None:
@@ -183,7 +188,9 @@ class World:
 
 def main() -> int:
     """Compares the policies; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=2.5, help="of virtual time (default 2.5)")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
@@ -199,11 +206,10 @@ def main() -> int:
         )
     best = min((2, 3, 4, 5), key=lambda k: (found[k].refused, found[k].balance))
     one, every, it = found[1], found[0], found[best]
-    held = it.refusals <= min(every.refusals, one.refusals) / 4 and not it.given_back
-    held = held and it.balance < every.balance
+    held = it.refusals <= every.refusals / 20 and it.balance < every.balance and not it.given_back
     print(
-        f"k = {best}: {it.refusals:.3%} refused, balance {it.balance:.3f}; global best: {every.refusals:.3%}, "
-        f"{every.balance:.3f}; one random node: {one.refusals:.3%}, {one.balance:.3f}"
+        f"k = {best}: {it.refusals:.3%} refused, balance {it.balance:.3f}; global best: "
+        f"{every.refusals:.3%}, {every.balance:.3f}; one random node: {one.refusals:.3%}, {one.balance:.3f}"
     )
     return 0 if held else 1
 

@@ -9,7 +9,6 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from sandbox.audit import Audit

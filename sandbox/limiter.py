@@ -40,7 +40,8 @@ class StartRate:
         if self._left < min(starts, self.burst):
             wait = (min(starts, self.burst) - self._left) / self.per_s
             raise RefusedError(
-                f"the node starts {self.per_s:g} sandboxes a second; the next can be in {wait:.1f} s", "start_rate"
+                f"the node starts {self.per_s:g} sandboxes a second; the next can be in {wait:.1f} s",
+                "start_rate",
             )
         self._left -= starts
 

@@ -83,7 +83,9 @@ class Metrics:
         self._families.append(made := Counter(name, about, labels))
         return made
 
-    def gauge(self, name: str, about: str, read: Callable[[], Iterable[tuple[Values, float]]], *labels: str) -> None:
+    def gauge(
+        self, name: str, about: str, read: Callable[[], Iterable[tuple[Values, float]]], *labels: str
+    ) -> None:
         """Adds numbers that are read when somebody asks."""
         self._families.append(Gauge(name, about, labels, read))
 

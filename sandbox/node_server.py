@@ -71,7 +71,9 @@ class NodeServer:
 
     def __init__(self, name: str, state_dir: Path, labels: Mapping[str, str], starts_per_s: float = 0.0):
         if not name or any(character in name for character in "./: \n") or len(name) > 63:
-            raise PolicyError(f"a node's name has at most 63 characters and no dot, slash or colon: not {name!r}")
+            raise PolicyError(
+                f"a node's name has at most 63 characters and no dot, slash or colon: not {name!r}"
+            )
         self.name, self._state_dir, self._labels = name, state_dir.expanduser().absolute(), dict(labels)
         self._starts_per_s = starts_per_s
         self._control: Connection | None = None
@@ -101,7 +103,9 @@ class NodeServer:
         """
         await self._probe()
         if not self._offers:
-            raise BackendMissingError(f"{self.name} has no sandbox backend; `temper doctor` says what is missing")
+            raise BackendMissingError(
+                f"{self.name} has no sandbox backend; `temper doctor` says what is missing"
+            )
 
     async def tend(self) -> None:
         """Lets the leases of owners run of whom nothing is heard, and keeps the node alive."""
@@ -224,7 +228,11 @@ class NodeServer:
     async def _load(self, header: Header) -> _Reply:
         load, _ = await self._ask_control({"op": "load"})
         used = Room(*load["used"])
-        self._last = {"sandboxes": used.sandboxes, "memory_bytes": used.memory_bytes, "starting": load["starting"]}
+        self._last = {
+            "sandboxes": used.sandboxes,
+            "memory_bytes": used.memory_bytes,
+            "starting": load["starting"],
+        }
         owners = {name: Room(*amounts) for name, amounts in load["owners"].items()}
         for flight in self._flights:
             owners[flight.owner] = owners.get(flight.owner, Room()).plus(flight.room)

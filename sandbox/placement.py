@@ -58,6 +58,9 @@ class Room(NamedTuple):
         )
 
 
+NOTHING = Room()
+
+
 @dataclass(frozen=True, slots=True)
 class NodeView:
     """What a heartbeat said of a node.
@@ -78,7 +81,7 @@ class NodeView:
     name: str
     taken_s: float
     capacity: Room
-    used: Room = Room()
+    used: Room = NOTHING
     starting: int = 0
     starting_limit: int = 64
     flights: frozenset[int] = frozenset()
@@ -133,7 +136,7 @@ def least_loaded(
 def homes(key: str, names: Iterable[str], most: int) -> list[str]:
     """Returns the `most` nodes on which a request named `key` is looked for and made, in this order.
 
-    By rendezvous hashing: every front finds the same ones, and a node that comes or goes moves only its own.
+    By rendezvous hashing: all fronts find the same, and a node that comes or goes moves only its own.
     """
     return sorted(names, key=lambda name: hashlib.sha256(f"{key}\0{name}".encode()).digest())[:most]
 
@@ -154,10 +157,10 @@ class _Known:
     """A node: its view, and what this front has under way there on top of it."""
 
     view: NodeView
-    ahead: Room = Room()
+    ahead: Room = NOTHING
     starting: int = 0
     load: float = 0.0
-    free: Room = Room()
+    free: Room = NOTHING
     flights: set[int] = field(default_factory=set[int])
 
     def weigh(self) -> None:
@@ -267,7 +270,7 @@ class Placer:
 
     def paid(self, payer: str) -> Room:
         """Returns what is counted on top of all views for somebody's account."""
-        return self._paid.get(payer, Room())
+        return self._paid.get(payer, NOTHING)
 
     @property
     def payers(self) -> set[str]:

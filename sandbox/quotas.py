@@ -28,7 +28,6 @@ class Ledger:
         for project, room in held.items():
             self._held[project] = self._held.get(project, Room()).plus(room)
         self._reports[node] = held
-        self._held = {project: room for project, room in self._held.items() if room.sandboxes}
 
     def held(self, project: str, ahead: Callable[[str], Room], payers: set[str]) -> Room:
         """Returns what a project and all below it hold, with what is under way."""

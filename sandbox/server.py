@@ -68,7 +68,9 @@ class _Node:
 class Front:
     """What a front does with a call; `temper sandbox serve` serves it."""
 
-    def __init__(self, nodes: Path, access: Access, node_token: str, *, choices: int = 2, seed: int | None = None):
+    def __init__(
+        self, nodes: Path, access: Access, node_token: str, *, choices: int = 2, seed: int | None = None
+    ):
         self._list, self._listed, self._token = nodes, 0, node_token
         self._id = secrets.token_hex(8)
         self._nodes: dict[str, _Node] = {}
@@ -197,7 +199,9 @@ class Front:
 
     def _node(self, name: str) -> _Node:
         if (node := self._nodes.get(name)) is None:
-            raise LostError(f"the fleet has no node {name}; its sandboxes are gone or belong to another fleet")
+            raise LostError(
+                f"the fleet has no node {name}; its sandboxes are gone or belong to another fleet"
+            )
         return node
 
     # --- calls
@@ -226,9 +230,7 @@ class Front:
             return await self._create_once(who, demand, header, body, sink)
         return await self._pick(who, demand, header, body, sink)
 
-    async def _pick(
-        self, who: Principal, demand: Demand, header: Header, body: bytes, sink: Sink
-    ) -> _Reply:
+    async def _pick(self, who: Principal, demand: Demand, header: Header, body: bytes, sink: Sink) -> _Reply:
         tried: list[str] = []
         refusal: SandboxError | None = None
         down = {name for name, node in self._nodes.items() if node.down}
@@ -313,7 +315,9 @@ class Front:
         ranked = [*_PREFERRED, *sorted(offered - {*_PREFERRED})]
         backend = next(name for name in ranked if name in offered) if wanted == "auto" else wanted
         if backend not in offered:
-            raise BackendMissingError(f"no node has the backend {backend!r}; there are {', '.join(sorted(offered))}")
+            raise BackendMissingError(
+                f"no node has the backend {backend!r}; there are {', '.join(sorted(offered))}"
+            )
         sure = frozenset[str].intersection(
             *(view.backends[backend] for view in views if backend in view.backends)
         )
@@ -359,15 +363,16 @@ class Front:
 
     async def _stats(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
         _operate(who)
-        nodes = {
-            name: {
-                "used": view.used, "capacity": view.capacity, "starting": view.starting, "labels": view.labels,
-                "backends": sorted(view.backends), "draining": view.draining, "down": self._nodes[name].down,
-            }
-            for name, view in sorted(self.placer.nodes.items())
-        }  # fmt: skip
+        nodes = {name: self._about(view) for name, view in sorted(self.placer.nodes.items())}
         unheard = sorted({*self._nodes} - {*nodes})
         return {"nodes": nodes, "unheard": unheard, "refusals": self.refusals, "repicks": self.repicks}, b""
+
+    def _about(self, view: NodeView) -> Header:
+        return {
+            "used": view.used, "capacity": view.capacity, "starting": view.starting,
+            "labels": dict(view.labels), "backends": sorted(view.backends), "draining": view.draining,
+            "down": self._nodes[view.name].down,
+        }  # fmt: skip
 
     async def _drain(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
         _operate(who)
@@ -379,7 +384,9 @@ class Front:
     async def _everywhere(self, names: Iterable[str], header: Header) -> dict[str, Header]:
         """Asks nodes at once; one that does not answer is left out: what it has ends with its leases."""
         nodes = [node for name in names if (node := self._nodes.get(name)) is not None]
-        replies = await asyncio.gather(*(node.caller.request(header) for node in nodes), return_exceptions=True)
+        replies = await asyncio.gather(
+            *(node.caller.request(header) for node in nodes), return_exceptions=True
+        )
         heard: dict[str, Header] = {}
         for node, reply in zip(nodes, replies, strict=True):
             if isinstance(reply, LostError):
@@ -436,6 +443,8 @@ def _operate(who: Principal) -> None:
 
 
 def _demand(spec: SandboxSpec, backend: str) -> Demand:
-    labels = {name.removeprefix(_LABEL): value for name, value in spec.labels.items() if name.startswith(_LABEL)}
+    labels = {
+        name.removeprefix(_LABEL): value for name, value in spec.labels.items() if name.startswith(_LABEL)
+    }
     needs = frozenset({"images"}) if spec.image else frozenset[str]()
     return Demand(room_of(spec), backend, needs, labels)

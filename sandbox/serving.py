@@ -1,4 +1,4 @@
-"""What front and node agent have in common as HTTP servers: tokens, versions, metrics, the audit log, binding."""
+"""What front and node agent have in common as HTTP servers: tokens, versions, metrics, audit, binding."""
 
 from __future__ import annotations
 
@@ -97,7 +97,9 @@ class Shell:
         if principal is None:
             self._denied.add()
             self._audit.write(event="denied", peer=request.remote, path=request.path)
-            return refusal(PolicyError("this needs a token that is known here: Authorization: Bearer ..."), 401)
+            return refusal(
+                PolicyError("this needs a token that is known here: Authorization: Bearer ..."), 401
+            )
         request[_PRINCIPAL] = principal
         try:
             return await handler(request)
@@ -172,7 +174,9 @@ class Shell:
         return web.Response(text=json.dumps({"api": API}), headers={VERSION: str(API)})
 
 
-async def serve(shell: Shell, bind: Bind, *tasks: Coroutine[Any, Any, None], ready: Callable[[str], None]) -> None:
+async def serve(
+    shell: Shell, bind: Bind, *tasks: Coroutine[Any, Any, None], ready: Callable[[str], None]
+) -> None:
     """Serves until SIGTERM or SIGINT, with `tasks` beside it; `ready` hears the address.
 
     Raises:

@@ -85,7 +85,7 @@ class Access:
     quotas: Mapping[str, Quota]
 
     def principal(self, authorization: str) -> Principal | None:
-        """Returns who an `Authorization` header stands for; takes as long for a wrong one as for a right one."""
+        """Returns who an `Authorization` header stands for; takes as long whether it is right or wrong."""
         kind, _, token = authorization.partition(" ")
         given, found = _digest(token.strip()), None
         for digest, principal in self.principals:

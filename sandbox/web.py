@@ -38,7 +38,9 @@ class Caller:
         self._session = session or aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         self._owned = session is None
 
-    async def request(self, header: Header, body: bytes = b"", sink: Sink | None = None) -> tuple[Header, bytes]:
+    async def request(
+        self, header: Header, body: bytes = b"", sink: Sink | None = None
+    ) -> tuple[Header, bytes]:
         """Sends a request and returns its reply; a cancelled caller cancels it there.
 
         Args:
@@ -115,7 +117,9 @@ class WebConnection:
         self._nodes: set[str] = set()
         self._presence = asyncio.create_task(self._stay())
 
-    async def request(self, header: Header, body: bytes = b"", sink: Sink | None = None) -> tuple[Header, bytes]:
+    async def request(
+        self, header: Header, body: bytes = b"", sink: Sink | None = None
+    ) -> tuple[Header, bytes]:
         """Sends a request and returns its reply; see `Caller.request`."""
         self._note(header)
         reply, data = await self._caller.request({**header, "client": self._client}, body, sink)

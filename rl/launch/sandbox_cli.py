@@ -10,7 +10,7 @@ from typing import Any
 _TOKENS = """\
 Tokens come from the environment or from files that only you can read, never from the command line:
   TEMPER_SANDBOX_TOKEN, or TEMPER_SANDBOX_TOKEN_FILE             of a client
-  TEMPER_SANDBOX_NODE_TOKEN, or TEMPER_SANDBOX_NODE_TOKEN_FILE   of a front to its nodes, the same on both sides
+  TEMPER_SANDBOX_NODE_TOKEN, or TEMPER_SANDBOX_NODE_TOKEN_FILE   of fronts to nodes, the same on both
 `temper sandbox token` makes one.
 """
 STATE = Path("~/.tempering")
@@ -29,7 +29,9 @@ def add_sandbox(
         "--nodes", type=Path, required=True, help="a file with a line `name http://host:port` for each node"
     )
     front.add_argument("--access", type=Path, help="a file of tokens, projects and quotas (docs/sandbox.md)")
-    front.add_argument("--choices", type=int, default=2, help="random nodes compared for a create (default 2)")
+    front.add_argument(
+        "--choices", type=int, default=2, help="random nodes compared for a create (default 2)"
+    )
     _add_server(front, 7330)
     node = _add(sandbox, "node", "run_node", "a node agent: this machine's sandboxes, for fronts")
     node.add_argument("--name", default="", help="its name in all ids (default this machine's)")
@@ -46,7 +48,9 @@ def add_sandbox(
 def _add_looks(sandbox: argparse._SubParsersAction[Any]) -> None:
     listing = _add(sandbox, "ls", "list_owners", "who holds how many sandboxes, and where")
     collect = _add(sandbox, "gc", "collect", "end the sandboxes of owners that have no client any more")
-    collect.add_argument("--keep", action="append", default=[], metavar="OWNER", help="not those of this owner")
+    collect.add_argument(
+        "--keep", action="append", default=[], metavar="OWNER", help="not those of this owner"
+    )
     stats = _add(sandbox, "stats", "show_stats", "how full the nodes are")
     drain = _add(sandbox, "drain", "drain", "have a node take no more sandboxes")
     drain.add_argument("node", help="its name")

@@ -19,7 +19,7 @@ def view(name: str, used: int = 0, most: int = 10, at: float = 0.0, **more: obje
     return NodeView(name, at, capacity, Room(used, used << 20, used / 2, 8 * used), **more)  # type: ignore[arg-type]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     loads=st.lists(st.integers(0, 9), min_size=1, max_size=12),
     closed=st.sets(st.integers(0, 11)),
@@ -65,7 +65,7 @@ _STEPS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(steps=_STEPS, seed=st.integers(0, 9), choices=st.integers(0, 3))
 def test_a_front_alone_knows_exactly_what_its_nodes_hold(
     steps: list[tuple[str, int, bool]], seed: int, choices: int
