@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from sandbox.channel import Header
 from sandbox.errors import RefusedError, SandboxError
@@ -51,11 +51,11 @@ class Audit:
 def asked(header: Header, body: bytes) -> dict[str, Any]:
     """Returns what a call says it wants, as far as it belongs into the log."""
     fields = {name: header[name] for name in _ASKED if header.get(name)}
-    command = header.get("command")
-    if isinstance(command, dict):
+    if isinstance(header.get("command"), dict):
+        command = cast("Header", header["command"])
         fields |= {"command": command.get("op"), "digest": digest(command, body)}
-    spec = header.get("spec")
-    if isinstance(spec, dict):
+    if isinstance(header.get("spec"), dict):
+        spec = cast("Header", header["spec"])
         fields |= {"backend": header.get("backend"), "image": spec.get("image"), "limits": spec.get("limits")}
     return {**fields, "bytes_in": len(body)}
 

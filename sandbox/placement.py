@@ -143,7 +143,7 @@ def homes(key: str, names: Iterable[str], most: int) -> list[str]:
 
 @dataclass(slots=True)
 class _Flight:
-    """A request of this front: until it is answered, and after that until a heartbeat must have counted it."""
+    """A request of this front, until it is answered and a heartbeat must have counted it."""
 
     node: str
     room: Room

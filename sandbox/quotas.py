@@ -29,6 +29,11 @@ class Ledger:
             self._held[project] = self._held.get(project, Room()).plus(room)
         self._reports[node] = held
 
+    def nodes(self, project: str) -> set[str]:
+        """Returns the nodes on which something is held that a project's quotas count."""
+        top = project.partition("/")[0]
+        return {node for node, held in self._reports.items() if any(within(name, top) for name in held)}
+
     def held(self, project: str, ahead: Callable[[str], Room], payers: set[str]) -> Room:
         """Returns what a project and all below it hold, with what is under way."""
         total = Room()

@@ -216,13 +216,13 @@ class Front:
             raise PolicyError(f"a fork makes 1 to 1024 sandboxes, not {count}")
         self._node(name)
         room = Room(sandboxes=count)
-        self._charge(who, room)
+        await self._charge(who, room)
         return await self._send(name, room, who, header, body, sink)
 
     async def _create(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
         spec = spec_from(header["spec"])
         demand = _demand(spec, str(header["backend"]))
-        self._charge(who, demand.room)
+        await self._charge(who, demand.room)
         if snapshot := header.get("snapshot"):
             node = self._node(node_of(str(snapshot)))
             return await self._send(node.name, demand.room, who, header, body, sink)
@@ -283,8 +283,20 @@ class Front:
         finally:
             self.placer.end(number, time.monotonic(), admitted=admitted)
 
-    def _charge(self, who: Principal, room: Room) -> None:
-        self._ledger.check(who.project, room, self.placer.paid, self.placer.payers)
+    async def _charge(self, who: Principal, room: Room) -> None:
+        try:
+            self._ledger.check(who.project, room, self.placer.paid, self.placer.payers)
+        except RefusedError:  # what has ended since the last heartbeats is not held any more
+            await asyncio.gather(*(self._refresh(name) for name in self._ledger.nodes(who.project)))
+            self._ledger.check(who.project, room, self.placer.paid, self.placer.payers)
+
+    async def _refresh(self, name: str) -> None:
+        node = self._nodes[name]
+        if node.beat is not None and not node.beat.done():
+            await asyncio.wait([node.beat])  # it may have been asked before
+        if node.beat is None or node.beat.done():
+            node.beat = asyncio.create_task(self._ask(node))
+        await asyncio.wait([node.beat])
 
     def _count(self, error: SandboxError) -> None:
         reason = error.reason if isinstance(error, RefusedError) else type(error).__name__

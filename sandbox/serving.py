@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 
@@ -24,7 +24,7 @@ from sandbox.tokens import Access, Principal
 from sandbox.wire import API, MAX_REQUEST, VERSION, Sink, answer, read_call, refusal, version_of
 
 Act = Callable[[Principal, Header, bytes, Sink], Awaitable[tuple[Header, bytes]]]
-_PRINCIPAL = web.AppKey("principal", Principal)
+_PRINCIPAL = "principal"
 _QUIET = frozenset({"load", "present", "ping"})
 """Calls that programs make every few seconds; the audit log has them when they fail."""
 
@@ -112,7 +112,7 @@ class Shell:
         except PolicyError as error:
             return refusal(error, 400)
         header, body = await read_call(request)
-        return await answer(request, header, body, self._watched(request[_PRINCIPAL]))
+        return await answer(request, header, body, self._watched(_who(request)))
 
     def _watched(self, principal: Principal) -> Callable[..., Awaitable[tuple[Header, bytes]]]:
         async def perform(header: Header, body: bytes, sink: Sink) -> tuple[Header, bytes]:
@@ -166,12 +166,16 @@ class Shell:
         )  # fmt: skip
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
-        if not request[_PRINCIPAL].operator:
+        if not _who(request).operator:
             raise PolicyError("metrics are for operators")
         return web.Response(text=self.metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4"})
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
         return web.Response(text=json.dumps({"api": API}), headers={VERSION: str(API)})
+
+
+def _who(request: web.Request) -> Principal:
+    return cast("Principal", request[_PRINCIPAL])
 
 
 async def serve(
