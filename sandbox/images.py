@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import tarfile
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from typing import Any
 import docker
 import docker.errors
 
-from sandbox.backends.base import AGENT, COMMAND_UID
+from sandbox.backends.base import COMMAND_UID
+from sandbox.toolkit import build
 
 REPOSITORY = "tempering-python"
 AGENT_FOLDER = "/opt/tempering"
@@ -57,25 +59,26 @@ class ImageError(RuntimeError):
 
 
 def ensure_image(client: Any) -> str:
-    """Returns the name of the built-in image, making it when the engine does not have it."""
-    files = sorted(image_files())
-    name = f"{REPOSITORY}:{_digest(files)}"
-    try:
-        client.images.get(name)
-    except docker.errors.ImageNotFound:
-        repository, tag = name.split(":")
-        client.api.import_image_from_data(archive(files), repository=repository, tag=tag)
-    return name
-
-
-def image_files() -> Iterator[tuple[str, Path]]:
-    """Yields (path in the image, file of this machine).
+    """Returns the name of the built-in image, making it when the engine does not have it.
 
     Raises:
         ImageError: The machine has no system Python.
     """
     if not _PYTHON.exists():
         raise ImageError("the image is made of the system's Python: as root, apt-get install python3")
+    with tempfile.TemporaryDirectory() as scratch:
+        files = sorted(image_files(build(Path(scratch), str(_PYTHON))))
+        name = f"{REPOSITORY}:{_digest(files)}"
+        try:
+            client.images.get(name)
+        except docker.errors.ImageNotFound:
+            repository, tag = name.split(":")
+            client.api.import_image_from_data(archive(files), repository=repository, tag=tag)
+    return name
+
+
+def image_files(agent: Path) -> Iterator[tuple[str, Path]]:
+    """Yields (path in the image, file of this machine), with the compiled agent that lies in `agent`."""
     interpreter = _PYTHON.resolve()
     programs = [
         interpreter,
@@ -93,8 +96,8 @@ def image_files() -> Iterator[tuple[str, Path]]:
     yield "/usr/bin/python3", interpreter
     for path in sorted(_shared_libraries([*programs, *extensions])):
         yield path, Path(path)
-    for path in sorted(AGENT.glob("*.py")):
-        yield f"{AGENT_FOLDER}/agent/{path.name}", path
+    for path in sorted(agent.rglob("*.py*")):
+        yield f"{AGENT_FOLDER}/agent/{path.relative_to(agent)}", path
 
 
 def _shared_libraries(programs: Iterable[Path]) -> set[str]:

@@ -13,19 +13,18 @@ nothing of other commands in its memory. `keeper.py` says how a command ends wit
 
 from __future__ import annotations
 
-import array
-import base64
+import binascii
 import ctypes
 import errno
-import json
+import gc
 import os
 import select
-import signal
 import struct
 import sys
 import time
 from _socket import AF_UNIX, SCM_RIGHTS, SHUT_WR, SOCK_SEQPACKET, SOL_SOCKET, socket, socketpair
 
+from . import small_json
 from .command import Command, Launched
 from .keeper import STATUS, serve_forks
 from .process import Poll, Process
@@ -33,14 +32,17 @@ from .program import FORK, JOB
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import signal
     from typing import Any
 
     from .program import Header
+else:
+    import _signal as signal  # without enumerations, which cost more than all else here
 
 HEADER = struct.Struct("!II")
 MAX_HEADER, MAX_BODY = 1 << 18, 64 << 20
 RETRY_S, SLOTS = 5.0, 256
-FULL = 1 << 20
+FULL, READ, IDLE_S = 1 << 20, 1 << 16, 5.0
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 4, 22, 38
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -55,8 +57,9 @@ class Agent:
         self.commands: dict[int, Command] = {}
         self.background: dict[int, socket] = {}
         self.deferred: list[Command] = []
-        self.spare: Launched | None = None
-        self.held_at = 0.0
+        self.spares: dict[bool, Launched] = {}
+        self.leaving: dict[int, int] = {}
+        self.held_at, self.used = 0.0, 0.0
         self.slots = set(range(1, SLOTS))
         self.sequence = 0
         self.open = True
@@ -90,10 +93,13 @@ class Agent:
             poller.register(self.channel_out, select.POLLOUT)
         for fd in self.background:
             poller.register(fd, select.POLLIN)
-        if self.spare is not None:
-            poller.register(self.spare.keeper.fileno(), select.POLLIN)
+        for spare in self.spares.values():
+            poller.register(spare.keeper.fileno(), select.POLLIN)
         owners: dict[int, Command] = {}
-        wake = time.monotonic() + (0.02 if self.deferred else 60)
+        now = time.monotonic()
+        if now - self.used > IDLE_S and not self.commands:
+            self.dismiss()
+        wake = now + (0.02 if self.deferred else IDLE_S if self.spares else 60)
         for command in self.commands.values():
             self.register(poller, command, owners)
             wake = min(wake, command.wake_at())
@@ -126,8 +132,10 @@ class Agent:
         elif fd in self.background:
             if not self.background[fd].recv(STATUS.size):
                 self.background.pop(fd).close()
-        elif self.spare is not None and fd == self.spare.keeper.fileno():
-            self.discard()
+                if slot := self.leaving.pop(fd, 0):
+                    self.slots.add(slot)
+        elif found := [brief for brief, spare in self.spares.items() if fd == spare.keeper.fileno()]:
+            self.discard(found[0])
         elif fd in owners:
             command = owners[fd]
             if fd == command.stdin_fd:
@@ -139,7 +147,7 @@ class Agent:
 
     def receive(self) -> None:
         """Reads requests off the channel and serves them."""
-        data = os.read(self.channel_in, 1 << 20)
+        data = os.read(self.channel_in, READ)
         self.open = bool(data)
         self.received += data
         while self.open and len(self.received) >= HEADER.size:
@@ -153,7 +161,7 @@ class Agent:
             text = bytes(self.received[HEADER.size : HEADER.size + head])
             payload = bytes(self.received[HEADER.size + head : end])
             del self.received[:end]
-            self.handle(json.loads(text), text, payload)
+            self.handle(small_json.loads(text), text, payload)
 
     def handle(self, header: Header, text: bytes, payload: bytes) -> None:
         """Serves one request; a command that cannot be started goes back as an error."""
@@ -239,13 +247,12 @@ class Agent:
         raise OSError(errno.EMFILE, "too many processes run")
 
     def start(self, header: Header, stdin: bytes) -> None:
-        """Starts a command, the job ahead of its input; Python takes what waits, if any."""
-        if header["op"] != "python":
-            launched = self.launch(0, header)
-        elif self.spare is not None:
-            launched, self.spare = self.spare, None
+        """Starts a command, the job ahead of its input, in the one that waits if that is as it needs."""
+        brief = header["op"] == "python"
+        if brief in self.spares and not header.get("user") and not header.get("state"):
+            launched = self.spares.pop(brief)
         else:
-            launched = self.launch(self.slots.pop(), header)
+            launched = self.launch(self.slots.pop() if brief else 0, header)
         command = Command(header, stdin, launched)
         self.commands[command.id] = command
         command.feed()
@@ -262,7 +269,7 @@ class Agent:
             extra, far = os.pipe()
             given.append(far)
         job = FORK.pack(slot, header.get("user") or 0)
-        self.zygote.sendmsg([job], [(SOL_SOCKET, SCM_RIGHTS, array.array("i", given))])
+        self.zygote.sendmsg([job], [(SOL_SOCKET, SCM_RIGHTS, struct.pack(str(len(given)) + "i", *given))])
         theirs.close()
         for fd in (in_r, out_w, err_w, *given[4:]):
             os.close(fd)
@@ -270,25 +277,37 @@ class Agent:
             os.set_blocking(fd, False)
         return Launched((in_w, out_r, err_r), ours, slot, extra)
 
-    def refill(self) -> None:
-        """Keeps one Python command waiting: its forks are then not what the next caller waits for."""
-        if self.spare is None:
+    def refill(self, brief: bool) -> None:
+        """Keeps one command of a kind waiting: its forks are then not what the next caller waits for."""
+        if brief not in self.spares:
             try:
-                self.spare = self.launch(self.slots.pop(), {})
+                self.spares[brief] = self.launch(self.slots.pop() if brief else 0, {})
             except OSError:
                 return
 
-    def discard(self) -> None:
+    def dismiss(self) -> None:
+        """Lets those go that wait, as nobody has come: an idle sandbox is to be small."""
+        for spare in self.spares.values():
+            spare.keeper.shutdown(SHUT_WR)
+            self.background[spare.keeper.fileno()] = spare.keeper
+            self.leaving[spare.keeper.fileno()] = spare.slot
+            for fd in spare.fds:
+                os.close(fd)
+        self.spares.clear()
+        _libc.malloc_trim(0)
+
+    def discard(self, brief: bool) -> None:
         """Lets go of the command that waited; it has ended."""
-        assert self.spare is not None
-        spare, self.spare = self.spare, None
-        self.slots.add(spare.slot)
+        spare = self.spares.pop(brief)
+        if brief:
+            self.slots.add(spare.slot)
         spare.keeper.close()
         for fd in spare.fds:
             os.close(fd)
 
     def report(self, command: Command, now: float) -> None:
         """Replies with what a command did and lets go of it."""
+        self.used = now
         del self.commands[command.id]
         command.collect()
         command.shut("stdin_fd", "out_fd", "err_fd", "extra_fd")
@@ -303,8 +322,7 @@ class Agent:
             return
         output, fields = command.result(now)
         self.reply(command.id, output, **fields)
-        if command.slot:
-            self.refill()
+        self.refill(bool(command.slot))
 
     def fail(self, command: Command) -> None:
         """Answers for a command that did not start; for want of room, the background is ended first."""
@@ -325,7 +343,7 @@ class Agent:
     def reply(self, request_id: int, body: bytes = b"", **fields: Any) -> None:
         """Queues a reply and sends what the channel takes."""
         self.sequence += 1
-        text = json.dumps({"id": request_id, "seq": self.sequence, **fields}).encode()
+        text = small_json.dumps({"id": request_id, "seq": self.sequence, **fields}).encode()
         self.outgoing += HEADER.pack(len(text), len(body)) + text + body
         self.flush()
 
@@ -368,7 +386,7 @@ def confine(config: Header) -> None:
     if config["uid"] is None:
         _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # commands share the agent's user: no ptrace of it
     if config["seccomp"]:
-        program = base64.b64decode(config["seccomp"])
+        program = binascii.a2b_base64(config["seccomp"])
         code = ctypes.create_string_buffer(program)
         head = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(code))
         if _libc.prctl(PR_SET_SECCOMP, 2, ctypes.c_char_p(head), 0, 0) != 0:
@@ -377,7 +395,7 @@ def confine(config: Header) -> None:
 
 def main() -> None:
     """Takes the channel off stdin and stdout, so that no command can inherit it, and serves."""
-    config: Header = json.loads(sys.argv[1])
+    config: Header = small_json.loads(sys.argv[1])
     config["uid"] = config["uid"] if os.geteuid() == 0 else None
     confine(config)
     channel_in, channel_out = os.dup(0), os.dup(1)
@@ -386,6 +404,9 @@ def main() -> None:
         os.dup2(null, fd)
     os.close(null)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    gc.collect()
+    gc.freeze()
+    _libc.malloc_trim(0)  # what the imports needed is not needed any more
     ours, theirs = socketpair(AF_UNIX, SOCK_SEQPACKET)
     if os.fork() == 0:
         ours.close()

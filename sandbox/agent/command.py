@@ -6,7 +6,7 @@ import os
 import time
 from _socket import SHUT_WR, socket
 
-from .keeper import DIRTY, DONE, EXITED, FAILED, STATUS
+from .keeper import DIRTY, DONE, EXITED, FAILED, STATUS, UNKNOWN
 from .program import CHUNK, SCRATCH
 
 TYPE_CHECKING = False
@@ -101,7 +101,7 @@ class Command:
             self.gone = True
         else:
             kind, value = STATUS.unpack(data)
-            if kind == EXITED:
+            if kind in (EXITED, DONE, DIRTY) and value != UNKNOWN:
                 self.status, self.signal = (value, None) if value >= 0 else (128 - value, -value)
             self.failure = value if kind == FAILED else self.failure
             self.dirty = self.dirty or kind == DIRTY

@@ -11,10 +11,11 @@ entries, by their `at`.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import stat
 import struct
+
+from . import small_json
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def tell(names: list[str], folder: str, most: int) -> int:
     """Writes a JSON object a line for each of `names` in `folder`."""
     if len(names) > most:
         raise OSError(errno.EFBIG, str(len(names)) + " entries are more than the limit of " + str(most))
-    lines = [json.dumps(describe(os.path.join(folder, name) if name else folder)) for name in names]
+    lines = [small_json.dumps(describe(os.path.join(folder, name) if name else folder)) for name in names]
     write_all("".join(line + "\n" for line in lines).encode())
     return 0
 
@@ -124,7 +125,7 @@ def read_up_to(fd: int, size: int) -> bytes:
 
 def put(entry: Header, data: bytes) -> None:
     """Writes an entry."""
-    text = json.dumps({**entry, "size": len(data)}).encode()
+    text = small_json.dumps({**entry, "size": len(data)}).encode()
     write_all(LENGTH.pack(len(text)) + text + data)
 
 
@@ -138,7 +139,7 @@ def write_all(data: bytes) -> None:
 def unpack(base: bytes) -> None:
     """Makes the entries that standard input brings, below `base`."""
     while head := read_up_to(0, LENGTH.size):
-        entry = json.loads(read_up_to(0, LENGTH.unpack(head)[0]))
+        entry = small_json.loads(read_up_to(0, LENGTH.unpack(head)[0]))
         path = base if entry["path"] == "." else os.path.join(base, os.fsencode(entry["path"]))
         make(path, entry, read_up_to(0, entry["size"]))
 

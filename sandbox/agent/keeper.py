@@ -7,28 +7,31 @@ user of its own while it runs, so that one signal, which no fork escapes, ends a
 
 from __future__ import annotations
 
-import array
 import ctypes
 import errno
 import gc
 import os
 import select
-import signal
 import struct
 import time
 from _socket import CMSG_SPACE, socket
 
-from .program import CHUNK, FORK, SCRATCH, become_command, warm_up
+from .program import FORK, SCRATCH, become_command, warm_up
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import signal
     from typing import NoReturn
 
     from .program import Header
+else:
+    import _signal as signal  # without enumerations, which cost more than all else here
 
 STATUS = struct.Struct("!Bi")
 EXITED, FAILED, DIRTY, DONE, SIGNAL = 0, 1, 2, 3, 4
-CLEAN_S = 2.0
+UNKNOWN = -(1 << 16)
+CLEAN_S, FRESH_NS = 2.0, 50_000_000
+SFD_CLOEXEC, SIGNAL_INFO = 0o2000000, 128
 PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -42,7 +45,7 @@ def serve_forks(channel: socket, config: Header) -> NoReturn:
         data, parts, _, _ = channel.recvmsg(FORK.size, CMSG_SPACE(20))
         if not data:
             os._exit(0)
-        fds = array.array("i", parts[0][2])
+        fds = struct.unpack(str(len(parts[0][2]) // 4) + "i", parts[0][2])
         keeper = socket(fileno=fds[3])
         try:
             if os.fork() == 0:
@@ -61,54 +64,61 @@ def keep(agent: socket, streams: list[int], slot: int, user: int, config: Header
     try:
         os.setsid()
         _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        wake_r, wake_w = os.pipe()
-        os.set_blocking(wake_w, False)
-        signal.signal(signal.SIGCHLD, wake)
-        signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
+        deaths = watch_children()
         uid = (user or config["uid"] + slot) if config["uid"] is not None else None
+        before = stamps() if slot else []
         child = os.fork()
         if child == 0:
-            signal.set_wakeup_fd(-1)
             become_command(streams, uid, bool(slot), config)
         for fd in streams:
             os.close(fd)
-        if slot and uid is not None:
-            clean(uid)  # nothing is there yet: what it needs is in memory when it counts
-        attend(agent, wake_r, child, bool(slot))
-        if slot:
+        if not slot:
+            attend(agent, deaths, child, False)
+        else:
+            if uid is not None:
+                clean(uid, [])  # nothing is there yet: what it needs is in memory when it counts
+            status = attend(agent, deaths, child, True)
             end_user(uid)
-            left = uid is not None and not clean(uid)
-            agent.send(STATUS.pack(DIRTY if left else DONE, 0))
+            left = uid is not None and not clean(uid, before)
+            agent.send(STATUS.pack(DIRTY if left else DONE, UNKNOWN if status is None else status))
     except OSError as error:
         agent.send(STATUS.pack(FAILED, error.errno or 0))
     finally:
         os._exit(0)
 
 
-def wake(number: int, frame: object) -> None:
-    """Lets a signal interrupt what waits; the wake-up descriptor says that it came."""
+def watch_children() -> int:
+    """Returns a descriptor that can be read when a child has ended, without a handler that interrupts."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    deaths = _libc.signalfd(-1, (1 << signal.SIGCHLD - 1).to_bytes(128, "little"), SFD_CLOEXEC)
+    if deaths < 0:
+        raise OSError(ctypes.get_errno(), "no descriptor for signals")
+    return deaths
 
 
-def attend(agent: socket, wake: int, child: int, brief: bool) -> None:
-    """Waits until the tree of `child` has ended, or for a `brief` command until `child` has."""
+def attend(agent: socket, deaths: int, child: int, brief: bool) -> int | None:
+    """Waits until the tree of `child` has ended; for a `brief` command until `child` has, returning how."""
     poller, running = select.poll(), True
-    for fd in (agent.fileno(), wake):
+    for fd in (agent.fileno(), deaths):
         poller.register(fd, select.POLLIN)
     while True:
         ready = [fd for fd, _ in poller.poll()]
-        if wake in ready:
-            os.read(wake, CHUNK)
+        if deaths in ready:
+            os.read(deaths, SIGNAL_INFO)
         alive, status = reap(child)
         if status is not None:
             running = False
+            if brief:
+                return status
             agent.send(STATUS.pack(EXITED, status))
-        if not alive or (brief and status is not None):
-            return
+        if not alive:
+            return None
         if agent.fileno() in ready:
             asked = agent.recv(STATUS.size)
             if not asked:
                 end_tree()
-                return
+                return None
             if status is None and running:
                 send_group(child, STATUS.unpack(asked)[1])
 
@@ -196,18 +206,42 @@ def descendants(root: int) -> set[int]:
     return found - {root}
 
 
-def clean(uid: int) -> bool:
-    """Removes the files that `uid` left in the scratch folders; returns whether nothing is left."""
+def stamps() -> list[int]:
+    """Returns when the scratch folders last changed; -1 when too short ago to tell a later change."""
+    now = time.time_ns()
+    times: list[int] = []
+    for folder in SCRATCH:
+        try:
+            changed = os.stat(folder).st_mtime_ns
+        except FileNotFoundError:
+            changed = 0
+        times.append(changed if now - changed > FRESH_NS else -1)
+    return times
+
+
+def clean(uid: int, before: list[int]) -> bool:
+    """Removes the files that `uid` left in the scratch folders; returns whether nothing is left.
+
+    A folder that has not changed since `before` has none.
+    """
     deadline = time.monotonic() + CLEAN_S
     try:
-        for folder in filter(os.path.isdir, SCRATCH):
-            with os.scandir(folder) as entries:
-                mine = [entry.path for entry in entries if entry.stat(follow_symlinks=False).st_uid == uid]
-            for path in mine:
-                remove(path, None, deadline)
+        after = stamps() if before else []
+        for place, folder in enumerate(SCRATCH):
+            if before and before[place] == after[place] >= 0:
+                continue
+            if os.path.isdir(folder):
+                for path in belongings(folder, uid):
+                    remove(path, None, deadline)
     except (OSError, RecursionError):
         return False
     return True
+
+
+def belongings(folder: str, uid: int) -> list[str]:
+    """Returns the paths in a folder that belong to `uid`."""
+    with os.scandir(folder) as entries:
+        return [entry.path for entry in entries if entry.stat(follow_symlinks=False).st_uid == uid]
 
 
 def remove(name: str, parent: int | None, deadline: float) -> None:

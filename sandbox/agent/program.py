@@ -5,21 +5,22 @@ from __future__ import annotations
 import builtins
 import ctypes
 import errno
-import json
 import os
 import resource
-import signal
 import struct
 import sys
 
-from . import files
+from . import files, small_json
 from .files import CHUNK
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import signal
     from typing import Any, NoReturn
 
     Header = dict[str, Any]
+else:
+    import _signal as signal  # without enumerations, which cost more than all else here
 
 JOB = struct.Struct("!I")
 FORK = struct.Struct("!II")
@@ -38,6 +39,7 @@ def become_command(streams: list[int], uid: int | None, brief: bool, config: Hea
         for target, fd in enumerate(streams):
             os.dup2(fd, target)
         close_above(len(streams) - 1)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         for number in (signal.SIGPIPE, signal.SIGCHLD, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         write_once("/proc/self/oom_score_adj", b"1000")
@@ -52,7 +54,9 @@ def become_command(streams: list[int], uid: int | None, brief: bool, config: Hea
         _libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
         if brief:
             open_streams()
-        code = perform(json.loads(read_exactly(JOB.unpack(read_exactly(JOB.size))[0])))
+            run_source(b"print('', end='')")  # copies pages before the job is there and its caller waits
+            perform(small_json.loads('{"op": "nothing", "cwd": "/"}'))
+        code = perform(small_json.loads(read_exactly(JOB.unpack(read_exactly(JOB.size))[0])))
     except BaseException as error:
         os.write(2, (type(error).__name__ + ": " + str(error) + "\n").encode())
     finally:
@@ -96,7 +100,7 @@ def perform(job: Header) -> int:
         elif job.get("state"):
             os.dup2(3, job["state"])
             os.close(3)
-        os.execvpe(job["argv"][0], job["argv"], {**ENVIRONMENT, **job["env"]})
+        become(job["argv"], {**ENVIRONMENT, **job["env"]})
     if job["op"] == "python":
         return run_source(read_exactly(job["source_bytes"]))
     if job["op"] == "read":
@@ -105,7 +109,24 @@ def perform(job: Header) -> int:
         return copy_in(job["path"], job["mode"] & 0o777)
     if job["op"] in ("list", "stat", "pack", "unpack", "remove"):
         return files.perform(job)
+    if job["op"] == "nothing":
+        return 0
     raise ValueError("unknown operation " + repr(job["op"]))
+
+
+def become(argv: list[str], env: dict[str, str]) -> NoReturn:
+    """Executes a program found by the PATH of `env`; `os.execvpe` imports more than the fork itself costs."""
+    if "/" in argv[0]:
+        os.execve(argv[0], argv, env)
+    problem = FileNotFoundError(errno.ENOENT, "No such file or directory", argv[0])
+    for folder in env["PATH"].split(":"):
+        try:
+            os.execve((folder or ".") + "/" + argv[0], argv, env)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            problem = error
+    raise problem
 
 
 def take_terminal() -> None:
@@ -122,7 +143,12 @@ def take_terminal() -> None:
 def warm_up() -> None:
     """Does once, ahead of the forks, what each would do first: the compiler alone sets up for 2 ms."""
     exec(compile("import os as _os; str(0.5)", "<warm>", "exec"), {})
+    import json
+    import re
+
+    re.compile("a")  # what most programs import, and would wait for longest
     json.loads(json.dumps({"a": [1, 0.5, None, True, "b"]}))
+    small_json.loads(small_json.dumps({"a": [1, 0.5, None, True, "b"]}))
     for mode in ("r", "w"):
         open(os.devnull, mode, encoding="utf-8", errors="replace").close()
 

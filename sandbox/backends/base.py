@@ -13,9 +13,6 @@ from sandbox.channel import ByteReader
 from sandbox.resident import ByteWriter
 from sandbox.types import Capabilities, Limits, SandboxSpec
 
-AGENT = Path(__file__).parent.parent / "agent"
-"""The folder of the resident agent; a sandbox has it as `<somewhere>/agent`."""
-
 COMMAND_UID = 60000
 """The user of commands; Python commands have one each of those that follow."""
 

@@ -14,9 +14,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from sandbox.backends.base import AGENT, COMMAND_UID, Started, agent_command
+from sandbox.backends.base import COMMAND_UID, Started, agent_command
 from sandbox.backends.cgroups import Cgroup, controllers, leave, sweep
 from sandbox.errors import InfrastructureError, PolicyError
+from sandbox.toolkit import AGENT, build
 from sandbox.types import Capabilities, Limits, SandboxSpec
 
 _SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin")
@@ -29,6 +30,10 @@ class Bubblewrap:
     """Starts sandboxes with `bwrap`."""
 
     name = "bubblewrap"
+
+    def __init__(self, state_dir: Path | None = None) -> None:
+        self._state_dir = state_dir
+        self._agent = AGENT
 
     async def missing(self) -> str:
         """Returns what this machine lacks; tries a sandbox for real, as kernels may forbid namespaces."""
@@ -72,6 +77,8 @@ class Bubblewrap:
             raise PolicyError(
                 f"the bubblewrap backend has no images (asked for {spec.image!r}); use sandbox.backend=docker"
             )
+        if self._agent is AGENT and self._state_dir is not None:
+            self._agent = await asyncio.to_thread(build, self._state_dir / "toolkit", _interpreter()[0])
         cgroup = Cgroup.create(box_id, spec.limits)
         try:
             process = await self._spawn(cgroup, spec.limits)
@@ -81,7 +88,10 @@ class Bubblewrap:
         stdin, stdout = process.stdin, process.stdout
         assert stdin is not None and stdout is not None
 
+        oom_kills = cgroup.oom_counter()
+
         async def kill() -> None:
+            oom_kills.close()
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
@@ -92,11 +102,11 @@ class Bubblewrap:
         async def pause(stop: bool) -> None:
             await cgroup.freeze(stop)
 
-        return Started(stdout, stdin, kill, cgroup.oom_kills, pause if cgroup.freezes else None)
+        return Started(stdout, stdin, kill, oom_kills, pause if cgroup.freezes else None)
 
     async def _spawn(self, cgroup: Cgroup, limits: Limits) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
-            *cgroup.wrap(_arguments(limits)),
+            *cgroup.wrap(_arguments(limits, self._agent)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
@@ -142,7 +152,7 @@ def _system() -> Iterator[str]:
     yield from ("--proc", "/proc", "--dev", "/dev")
 
 
-def _arguments(limits: Limits) -> Iterator[str]:
+def _arguments(limits: Limits, agent: Path) -> Iterator[str]:
     interpreter, extra = _interpreter()
     yield from _namespaces()
     yield from _system()
@@ -151,7 +161,7 @@ def _arguments(limits: Limits) -> Iterator[str]:
         yield from ("--size", str(limits.tmpfs_bytes), "--perms", "1777", "--tmpfs", path)
     yield from (
         "--ro-bind",
-        str(AGENT),
+        str(agent),
         f"{_AGENT_AT}/agent",
         "--remount-ro",
         "/",

@@ -51,9 +51,9 @@ class Cgroup:
         enter = "".join(f"echo $$ > {folder}/cgroup.procs; " for folder in sorted(set(self.folders.values())))
         return ["/bin/sh", "-c", enter + 'exec "$@"', "sh", *argv]
 
-    def oom_kills(self) -> int:
-        """Returns how many processes the kernel killed for memory."""
-        return oom_kills(self.folders["memory"]) if "memory" in self.folders else 0
+    def oom_counter(self) -> OomCounter:
+        """Returns what counts the processes that the kernel killed for memory."""
+        return OomCounter(self.folders.get("memory"))
 
     @property
     def freezes(self) -> bool:
@@ -95,14 +95,28 @@ def unified(root: Path) -> bool:
     return (root / "cgroup.controllers").exists()
 
 
-def oom_kills(folder: Path) -> int:
-    """Returns the kernel's count of processes killed for memory in a group of either version."""
-    for file in ("memory.oom_control", "memory.events"):
-        with contextlib.suppress(OSError):
-            for line in (folder / file).read_text().splitlines():
-                if line.startswith("oom_kill "):
-                    return int(line.split()[1])
-    return 0
+class OomCounter:
+    """The kernel's count of processes killed for memory in a group, of either version; cheap to ask."""
+
+    def __init__(self, folder: Path | None):
+        self._fd = -1
+        for file in ("memory.oom_control", "memory.events"):
+            if folder is not None and (folder / file).exists():
+                self._fd = os.open(folder / file, os.O_RDONLY | os.O_CLOEXEC)
+                break
+
+    def __call__(self) -> int:
+        """Returns the count; 0 when the group is gone or never was."""
+        with contextlib.suppress(OSError, ValueError):
+            words = os.pread(self._fd, 1024, 0).split()
+            return int(words[words.index(b"oom_kill") + 1])
+        return 0
+
+    def close(self) -> None:
+        """Lets go of the group."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 def sweep(root: Path = _ROOT) -> list[str]:

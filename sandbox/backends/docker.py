@@ -81,10 +81,11 @@ class Docker:
             if container is not None:
                 await asyncio.to_thread(_remove, container)
             raise InfrastructureError(f"Docker did not start the sandbox: {_first_line(error)}") from error
-        memory = _memory_group(str(container.id))
+        oom_kills = cgroups.OomCounter(_memory_group(str(container.id)))
 
         async def kill() -> None:
             writer.close()
+            oom_kills.close()
             with contextlib.suppress(
                 *_UNREACHABLE
             ):  # the agent ends with its channel, and the container then
@@ -97,7 +98,7 @@ class Docker:
             except _UNREACHABLE as error:
                 raise InfrastructureError(f"Docker did not pause or resume: {_first_line(error)}") from error
 
-        return Started(Demultiplexed(reader), writer, kill, lambda: cgroups.oom_kills(memory), pause)
+        return Started(Demultiplexed(reader), writer, kill, oom_kills, pause)
 
     async def reclaim(self, state_dir: Path) -> list[str]:
         """Removes the containers that an earlier node of this folder left, by label."""

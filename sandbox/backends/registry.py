@@ -17,7 +17,7 @@ _GET_ONE = (
 
 def backends(state_dir: Path | None = None) -> dict[str, Backend]:
     """Returns the backends for the node of a state folder, in the order in which `auto` prefers them."""
-    return {backend.name: backend for backend in (Docker(state_dir), Bubblewrap())}
+    return {backend.name: backend for backend in (Docker(state_dir), Bubblewrap(state_dir))}
 
 
 async def choose(name: str, among: dict[str, Backend]) -> Backend:

@@ -30,12 +30,12 @@ def test_version_2(tmp_path: Path) -> None:
     assert (node / "cgroup.subtree_control").read_text() == "+memory +pids +cpu"
     assert f"{box}/cgroup.procs" in made.wrap(["true"])[2]
     (box / "memory.events").write_text("low 0\noom 3\noom_kill 2\n")
-    assert made.oom_kills() == 2
+    assert made.oom_counter()() == 2
 
 
 def test_no_control_groups_at_all(tmp_path: Path) -> None:
     made = cgroups.Cgroup.create("box", LIMITS, tmp_path / "none")
-    assert made.folders == {} and made.oom_kills() == 0
+    assert made.folders == {} and made.oom_counter()() == 0
     assert made.wrap(["true"]) == ["/bin/sh", "-c", 'exec "$@"', "sh", "true"]
 
 
