@@ -419,6 +419,10 @@ class Node:
         """Returns the ids of an owner's sandboxes by the keys of their creation."""
         return {box.key: box.id for box in self._boxes.values() if box.owner == owner and box.key}
 
+    def backends_of(self, owner: str) -> dict[str, str]:
+        """Returns the backends of an owner's sandboxes by their ids."""
+        return {box.id: box.backend for box in self._boxes.values() if box.owner == owner}
+
     def load(self) -> dict[str, Any]:
         """Returns what the node admits, has given away in all and to each owner, and is starting."""
         starting = self._starting.values()

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,14 +69,22 @@ class _Flight:
 class NodeServer:
     """What a node agent does with a call; `temper sandbox node` serves it."""
 
-    def __init__(self, name: str, state_dir: Path, labels: Mapping[str, str], starts_per_s: float = 0.0):
+    def __init__(
+        self,
+        name: str,
+        state_dir: Path,
+        labels: Mapping[str, str],
+        starts_per_s: float = 0.0,
+        absent_s: float = ABSENT_S,
+    ):
         if not name or any(character in name for character in "./: \n") or len(name) > 63:
             raise PolicyError(
                 f"a node's name has at most 63 characters and no dot, slash or colon: not {name!r}"
             )
         self.name, self._state_dir, self._labels = name, state_dir.expanduser().absolute(), dict(labels)
-        self._starts_per_s = starts_per_s
+        self._starts_per_s, self._absent_s = starts_per_s, absent_s
         self._control: Connection | None = None
+        self._reaching = asyncio.Lock()
         self._owners: dict[str, _Owner] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._flights: set[_Flight] = set()
@@ -110,10 +118,10 @@ class NodeServer:
     async def tend(self) -> None:
         """Lets the leases of owners run of whom nothing is heard, and keeps the node alive."""
         while True:
-            await asyncio.sleep(_TEND_S)
+            await asyncio.sleep(min(_TEND_S, self._absent_s))
             now = time.monotonic()
             for name, owner in list(self._owners.items()):
-                if owner.connection.lost or (not owner.calls and now - owner.seen > ABSENT_S):
+                if owner.connection.lost or (not owner.calls and now - owner.seen > self._absent_s):
                     await self._leave(name)
             self._locks = {name: lock for name, lock in self._locks.items() if lock.locked()}
             try:
@@ -150,32 +158,36 @@ class NodeServer:
             for name in ("box", "snapshot"):
                 if inner.get(name):
                     inner[name] = self._local(inner[name])
-            with self._admitted(header):
+            async with self._admitted(header, owner):
                 reply, data = await owner.connection.request(inner, body, sink)
             return self._global(reply), data
         finally:
             owner.calls, owner.seen = owner.calls - 1, time.monotonic()
 
-    @contextlib.contextmanager
-    def _admitted(self, header: Header) -> Generator[None]:
-        starts = header["op"] in _STARTS or (header["op"] == "attach" and header.get("replay"))
-        if not starts:
+    @contextlib.asynccontextmanager
+    async def _admitted(self, header: Header, owner: _Owner) -> AsyncGenerator[None]:
+        if header["op"] not in _STARTS and not (header["op"] == "attach" and header.get("replay")):
             yield
             return
         if self.draining:
             raise RefusedError(f"node {self.name} is draining", "draining")
-        backend = header.get("backend") or next(iter(self._offers))
+        backend = header.get("backend") or await self._backend_of(self._local(header["box"]), owner)
         if backend not in self._offers:
             raise BackendMissingError(f"node {self.name} has no backend {backend!r}")
-        self._rates.setdefault(backend, start_rate(backend, self._starts_per_s)).take(
-            time.monotonic(), int(header.get("count", 1))
-        )
+        rate = self._rates.setdefault(backend, start_rate(backend, self._starts_per_s))
+        rate.take(time.monotonic(), int(header.get("count", 1)))
         flight = self._flight(header)
         self._flights |= {flight} if flight else set()
         try:
             yield
         finally:
             self._flights -= {flight} if flight else set()
+
+    async def _backend_of(self, box: str, owner: _Owner) -> str:
+        known: dict[str, str] = (await owner.connection.request({"op": "boxes"}))[0]["backends"]
+        return known.get(
+            box, next(iter(self._offers))
+        )  # that of one that is gone is known to its journal only
 
     def _flight(self, header: Header) -> _Flight | None:
         if (mark := header.get("flight")) is None or header["op"] != "create":
@@ -187,8 +199,9 @@ class NodeServer:
     async def _owner(self, header: Header) -> _Owner:
         name, lease_s = str(header["client"]["owner"]), float(header["client"]["lease_s"])
         async with self._locks.setdefault(name, asyncio.Lock()):
-            owner = self._owners.get(name)
-            if owner is None or owner.connection.lost:
+            if (known := self._owners.get(name)) is not None and known.connection.lost:
+                await self._leave(name)
+            if (owner := self._owners.get(name)) is None:
                 connection = await reach(self._state_dir)
                 try:
                     await connection.request(
@@ -206,8 +219,7 @@ class NodeServer:
             await owner.connection.close()
 
     async def _probe(self) -> None:
-        if self._control is None or self._control.lost:
-            self._control = await reach(self._state_dir)
+        await self._reached()
         offers: dict[str, dict[str, bool]] = {}
         for backend in backends():
             probe = await reach(self._state_dir)
@@ -221,9 +233,17 @@ class NodeServer:
         self._offers, self._probed = offers, time.monotonic()
 
     async def _ask_control(self, header: Header) -> _Reply:
-        if self._control is None or self._control.lost:
-            self._control = await reach(self._state_dir)
-        return await self._control.request({name: header[name] for name in header if name != "client"})
+        control = await self._reached()
+        return await control.request({name: header[name] for name in header if name != "client"})
+
+    async def _reached(self) -> Connection:
+        async with self._reaching:
+            if self._control is not None and self._control.lost:
+                await self._control.close()
+                self._control = None
+            if self._control is None:
+                self._control = await reach(self._state_dir)
+            return self._control
 
     async def _load(self, header: Header) -> _Reply:
         load, _ = await self._ask_control({"op": "load"})

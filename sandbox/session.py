@@ -161,7 +161,8 @@ class Session:
         return {}, b""
 
     async def _boxes(self, header: Header, body: bytes) -> _Reply:
-        return {"boxes": self._node.boxes(self._owner), "keys": self._node.keys(self._owner)}, b""
+        held = {"keys": self._node.keys(self._owner), "backends": self._node.backends_of(self._owner)}
+        return {"boxes": self._node.boxes(self._owner), **held}, b""
 
     async def _release(self, header: Header, body: bytes) -> _Reply:
         return {"sandboxes": await self._node.release(str(header["owner"]))}, b""

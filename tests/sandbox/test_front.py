@@ -213,8 +213,10 @@ async def test_agent_and_front_can_be_killed_and_nothing_is_lost(cluster: Cluste
     spec = SandboxSpec(limits=SMALL.limits, labels={"node.zone": "one"})
     box = await fleet.create(spec, key="k")
     assert (await box.exec("echo kept > f; echo once")).stdout == b"once\n"
-    for name in ("one", "front"):
-        cluster.stop(name, signal.SIGKILL)
+    cluster.stop("one", signal.SIGKILL)
+    others = [await fleet.create(SMALL) for _ in range(2)]
+    assert {other.id.partition(".")[0] for other in others} == {"two"}
+    cluster.stop("front", signal.SIGKILL)
     with pytest.raises(LostError):
         await box.exec("true")
     await fleet.close(release=False)
@@ -289,10 +291,9 @@ async def test_what_operators_see(cluster: Cluster, fleet: Fleet) -> None:
             capture_output=True, text=True, check=False,
         )  # fmt: skip
 
-    listed, stats = await run("ls"), await run("stats")
+    listed, stats, denied = await asyncio.gather(run("ls"), run("stats"), run("stats", token="bob"))
     assert f"lab/a:{fleet.owner}" in listed.stdout
     assert [line.split()[0] for line in stats.stdout.splitlines()] == ["NODE", "one", "two"]
-    denied = await run("stats", token="bob")
     assert (denied.returncode, denied.stdout) == (1, "")
     assert "does not operate" in denied.stderr
     async with aiohttp.ClientSession() as session:
