@@ -94,7 +94,7 @@ print('done')
 
 async def test_timeout_keeps_output_and_has_no_exit_code(box: RemoteBox) -> None:
     start = time.monotonic()
-    result = await box.exec("echo first; sleep 100", timeout_s=0.3)
+    result = await box.exec("echo first; sleep 100", timeout_s=1.0)
     assert result.timed_out and result.exit_code is None
     assert result.stdout == b"first\n"
     assert time.monotonic() - start < 10
