@@ -4,9 +4,10 @@
 
 A packed cache with a few pages is allocated at the widths of a published `config.json` (the released model
 without one). Compressed keys cost a fixed number of bytes a token; the windows and the open groups a fixed
-number a sequence. The tables are computed from these sizes: what a sequence keeps on the accelerator, what
-of it is worth keeping in host memory (the encoder's windows) and on disk (compressed keys alone), and what a
-returning sequence would fetch and replay. The last line is the measured figure for compressed keys.
+number a sequence. The tables are computed from these sizes: what a sequence keeps on the accelerator while it
+is served, what the prefix store keeps of it for minutes (its tail, in host memory) and for days (whole pages
+of compressed keys, in host memory and on disk), and what a returning sequence fetches from each tier and runs
+again, by what the store still has. The last line is the measured figure for compressed keys.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from model.cache.page_file import HEADER_BYTES
 from model.cache.policy_cache import PolicyCache
 from model.config import PolicyConfig
 
@@ -34,68 +36,72 @@ class CacheBytes:
     index_per_token: float
     window: int
     """A sequence's windows in all layers."""
-    encoder_window: int
-    """Those of the layers before the last KV source, the ones a returning sequence can use."""
     open_groups: int
     """A sequence's open compression groups."""
+    look_back: int
+    """Ids the n-gram memory looks back to."""
+    page_tokens: int
 
     @property
     def per_token(self) -> float:
         """Compressed keys of a token, main and index keys of all layers."""
         return self.main_per_token + self.index_per_token
 
-    def persistent(self, length: int) -> float:
-        """Bytes on disk of `length` tokens."""
-        return self.per_token * length
+    def pages(self, length: int) -> float:
+        """Bytes of the whole pages of `length` tokens, as they lie in host memory and on disk."""
+        count = length // self.page_tokens
+        return count * (self.page_tokens * self.per_token + HEADER_BYTES)
+
+    def tail(self, length: int) -> float:
+        """Bytes of what else a sequence of `length` tokens needs to go on where it stopped."""
+        partial = self.page_tokens * self.per_token if length % self.page_tokens else 0
+        return self.window + self.open_groups + self.look_back + partial + HEADER_BYTES
 
     def resident(self, length: int) -> float:
         """Bytes on the accelerator of a sequence of `length` tokens."""
-        return self.persistent(length) + self.window + self.open_groups
+        return self.per_token * length + self.window + self.open_groups + self.look_back
 
 
 def measure(config: PolicyConfig) -> CacheBytes:
     """Allocate a small packed cache of `config` and read its buffers' sizes."""
-    cache = PolicyCache(config, 1, 1, getattr(torch, config.dtype), torch.device("cpu"), "packed", _PAGES)
+    dtype, device = getattr(torch, config.dtype), torch.device("cpu")
+    cache = PolicyCache(config, 1, 1, dtype, device, "packed", _PAGES, slack=0)
     assert cache.pages is not None
     # The page that is never handed out has buffers too, and as many tokens' worth.
     tokens = (_PAGES + 1) * cache.pages.page_tokens
-    encoder_layers = max(config.kv_source_layer_ids)
     return CacheBytes(
         sum(storage.nbytes for storage in cache.main.values()) / tokens,
         sum(storage.nbytes for storage in cache.index_keys.values()) / tokens,
         cache.windows.nbytes,
-        cache.windows.nbytes // config.num_hidden_layers * encoder_layers,
         sum(pending.nbytes for pending in cache.pending.values()),
+        cache.tail.nbytes,
+        cache.pages.page_tokens,
     )
 
 
 def print_lengths(sizes: CacheBytes) -> None:
-    """What a sequence keeps, by its length and the tier."""
-    print(f"a sequence: windows {sizes.window} B ({sizes.encoder_window} B before the decoder), ", end="")
-    print(f"open groups {sizes.open_groups} B")
-    names = f"{'accelerator B':>14} {'host B':>9} {'disk B':>12} {'B/token':>8} {'window B/token':>15}"
+    """What a sequence keeps, by its length, tier and lifetime."""
+    print(f"a sequence: windows {sizes.window} B, open groups {sizes.open_groups} B; ", end="")
+    print(f"a page: {sizes.page_tokens} tokens")
+    names = f"{'served, B':>14} {'host B':>16} {'disk B':>14} {'B/token':>8} {'windows/tok':>11}"
     print(f"{'tokens':>8} {names}")
     for length in LENGTHS:
-        resident, persistent = sizes.resident(length), sizes.persistent(length)
+        resident = sizes.resident(length)
         print(
-            f"{length:>8} {resident:>14.0f} {sizes.encoder_window:>9} {persistent:>12.0f} "
-            f"{resident / length:>8.0f} {sizes.window / length:>15.0f}"
+            f"{length:>8} {resident:>14.0f} {sizes.tail(length):>16.0f} {sizes.pages(length):>14.0f} "
+            f"{resident / length:>8.0f} {sizes.window / length:>11.0f}"
         )
 
 
 def print_hits(sizes: CacheBytes, window: int) -> None:
-    """What a sequence that comes back has to fetch from each tier and to run again."""
-    names = f"{'disk B':>12} {'host B':>9} {'encoder tokens':>15} {'decoder tokens':>15}"
-    print(f"{'tokens':>8} {'hit':<22} {names}")
+    """What a sequence that comes back fetches from each tier, and the tokens that are run again."""
+    print(f"{'tokens':>8} {'keys':<12} {'windows':<8} {'host B':>12} {'disk B':>12} {'replayed tokens':>16}")
     for length in LENGTHS:
-        replay = min(window, length)
-        keys = sizes.persistent(length)
-        for name, disk, host, encoder in (
-            ("keys and windows", keys, sizes.encoder_window, 0),
-            ("keys, windows lost", keys, 0, replay),
-            ("none", 0, 0, length),
-        ):
-            print(f"{length:>8} {name:<22} {disk:>12.0f} {host:>9} {encoder:>15} {replay:>15}")
+        keys, tail, replay = sizes.pages(length), sizes.tail(length), min(window, length)
+        for where, host, disk in (("accelerator", 0, 0), ("host", keys, 0), ("disk", 0, keys)):
+            print(f"{length:>8} {where:<12} {'host':<8} {host + tail:>12.0f} {disk:>12.0f} {0:>16}")
+            print(f"{length:>8} {where:<12} {'lost':<8} {host:>12.0f} {disk:>12.0f} {replay:>16}")
+        print(f"{length:>8} {'none':<12} {'lost':<8} {0:>12} {0:>12} {length:>16}")
 
 
 def main() -> int:

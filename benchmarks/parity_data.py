@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,11 @@ from model.checkpoint_files import ShardReader
 from model.config import PolicyConfig
 from model.policy import Policy
 
-WEIGHT_FREE = ("in.", "out.", "tap.")
+CLEAN = "clean_fp32"
+DECODE_KEY = re.compile(r"\.prefill(\d+)\.logits$")
+NOT_WEIGHTS = ("in.", "out.", "tap.")
+_UNUSED = ("image_pad",)
+"""Published weights that nothing reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +34,34 @@ class Case:
     detail: str
 
 
+def guarded(name: str, check: Callable[[], Iterable[Case]]) -> Iterator[Case]:
+    """The cases of `check`; whatever goes wrong with a file is a failure of that file, not of the check."""
+    try:
+        yield from check()
+    except Exception as error:
+        yield Case(name, False, f"{type(error).__name__}: {error}")
+
+
 class ModelFile:
     """One `<stem>.json` with its `<stem>.safetensors`."""
 
     def __init__(self, config_file: Path) -> None:
         self.stem = config_file.stem
         self.published: dict[str, Any] = json.loads(config_file.read_text())
-        self.mode: str = self.published["fixture"]["mode"]
+        self.mode = mode_of(self.published)
         self.prefix = self.stem.removesuffix(self.mode)
         self.config = PolicyConfig.from_published(self.published)
         path = config_file.with_suffix(".safetensors")
-        self.tensors = load_file(path)
         self.policy = Policy(self.config)
-        self.policy.fake_quant = bool(self.published["fixture"]["kv_and_index_fake_quant"])
+        self.policy.fake_quant = not self.clean
         self.used = load_weights(self.policy, ShardReader([path]))
+        self.tensors = load_file(path)
+
+    def unknown(self) -> list[Case]:
+        """A failure for each tensor that is neither a weight of this configuration nor a known input."""
+        known = self.used | {"in.ids", *_UNUSED}
+        rest = [name for name in self.tensors if name not in known and not name.startswith(NOT_WEIGHTS[1:])]
+        return [Case(f"{self.stem} {name}", False, "no check for this tensor") for name in sorted(rest)]
 
     @property
     def token_ids(self) -> Tensor:
@@ -51,7 +71,35 @@ class ModelFile:
     @property
     def clean(self) -> bool:
         """Whether nothing in it is quantised."""
-        return self.mode == "clean_fp32"
+        return self.mode == CLEAN
+
+
+def mode_of(published: dict[str, Any]) -> str:
+    """How a model file was made: what it says, or what its configuration implies."""
+    stated = published.get("fixture", {}).get("mode")
+    if stated is not None:
+        return str(stated)
+    if published.get("quantization_config") is not None:
+        return "quant_fp8_fp4"
+    return CLEAN if published.get("dtype") == "float32" else "quant_bf16"
+
+
+def fitted(kind: str, ours: Tensor, expected: Tensor) -> Tensor:
+    """Our result in the shape of the reference's.
+
+    Ours is packed [B * S, ...] or by row. Where a sequence ends inside a group of tokens, ours has a place
+    for the open group, which no token sees; the reference has none. A list of choices has its unused places
+    last.
+    """
+    if kind in ("latent", "main_kv", "index_k"):
+        return ours[:, : expected.shape[1]]
+    if kind not in ("index_scores", "candidate_mask", "index_topk"):
+        return ours.reshape(expected.shape)
+    ours = ours.reshape(*expected.shape[:2], -1)
+    missing = expected.shape[-1] - ours.shape[-1]
+    if kind == "index_topk" and missing > 0:
+        return torch.nn.functional.pad(ours, (0, missing), value=-1)
+    return ours[..., : expected.shape[-1]]
 
 
 def worst(ours: Tensor, theirs: Tensor, agree: Tensor | None = None) -> float:

@@ -7,7 +7,8 @@ import re
 import torch
 from torch import Tensor
 
-from benchmarks.parity_data import Case, ModelFile, worst
+from benchmarks.parity_data import DECODE_KEY, Case, ModelFile, fitted, worst
+from benchmarks.parity_margins import margin
 from model.batch import Trace
 from model.policy import PackedTokens
 
@@ -84,11 +85,16 @@ class CleanRun:
         for kind, expected in taps.items():
             if kind in _CHOICES:
                 continue
-            ours = self._margin(layer, kind) if kind.endswith("_margin") else self._value(layer, kind, taps)
+            ours = (
+                margin(self.file.config, layer, kind, self.ours, self.length)
+                if kind.endswith("_margin")
+                else self._value(layer, kind, taps)
+            )
             if ours is None:
                 problems.append(f"no check for {kind}")
                 continue
-            error = worst(ours, expected, self._rows_of(ours.view(expected.shape)))
+            ours = fitted(kind, ours, expected)
+            error = worst(ours, expected, self._rows_of(ours))
             largest = max(largest, error)
             problems += [f"{kind} {error:.1e}"] if error > TAP_LIMIT else []
         detail = f"worst {largest:.1e}" + (f"; {', '.join(problems)}" if problems else "")
@@ -98,10 +104,10 @@ class CleanRun:
         """Compare a discrete choice, and exclude what follows a legitimate difference."""
         expected, ours = taps[kind], self.ours.get(f"layers.{layer}.{kind}")
         if ours is None:
-            if kind == "candidate_mask" and self._all_candidates(layer):
-                return []
-            return [f"no {kind}"]
-        ours = ours.view(expected.shape)
+            if kind != "candidate_mask" or not self._all_candidates(layer):
+                return [f"no {kind}"]
+            ours = torch.ones_like(expected)
+        ours = fitted(kind, ours, expected)
         if kind == "router_ids":
             ours, expected = ours.sort(-1).values, expected.sort(-1).values
         elif kind == "candidate_mask":
@@ -131,39 +137,16 @@ class CleanRun:
         ours = self.ours.get(f"layers.{layer}.{kind}")
         if kind != "router_weights" or ours is None:
             return ours
+        if "router_ids" not in taps:
+            return ours.view(taps[kind].shape).sort(-1).values.gather(-1, taps[kind].argsort(-1).argsort(-1))
         # Order by expert, then undo the reference's own order.
         by_expert = ours.gather(1, self.ours[f"layers.{layer}.router_ids"].argsort(1)).view(taps[kind].shape)
         return by_expert.gather(-1, taps["router_ids"].argsort(-1).argsort(-1))
 
-    def _margin(self, layer: int, kind: str) -> Tensor | None:
-        """Distance between the last accepted and the first rejected value, from our own scores."""
-        config = self.file.config
-        if kind == "router_margin":
-            scores, count = self.ours.get(f"layers.{layer}.router_scores"), config.num_experts_per_tok
-        else:
-            scores, count = self.ours.get(f"layers.{layer}.index_scores"), config.index_topk
-        if scores is None:
-            return None
-        if kind == "candidate_margin":
-            scores, count = self._block_scores(layer, scores), config.candidate_topk_blocks
-        if scores.shape[-1] <= count:
-            return torch.full(scores.shape[:-1], torch.inf)
-        values = scores.sort(-1, descending=True).values
-        margin = values[..., count - 1] - values[..., count]
-        return margin.masked_fill(values[..., count] == -torch.inf, torch.inf)
-
-    def _block_scores(self, layer: int, scores: Tensor) -> Tensor:
-        size = self.file.config.candidate_block_size
-        width = scores.shape[-1]
-        padded = torch.nn.functional.pad(scores, (0, -width % size), value=-torch.inf)
-        best = padded.unflatten(-1, (-1, size)).amax(-1)
-        newest = ((torch.arange(self.length) + 1) // self.file.config.ratio(layer) - 1) // size
-        return best.masked_fill(torch.arange(best.shape[-1]) == newest[:, None], torch.inf)
-
 
 def check_decode(file: ModelFile, key: str, expected: Tensor) -> Case:
     """A prefill and single-token steps against the reference's own."""
-    match = re.search(r"prefill(\d+)\.logits$", key)
+    match = DECODE_KEY.search(key)
     if match is None:
         return Case(f"decode {key}", False, "the key names no prefill length")
     ours = decode_logits(file, int(match[1]))

@@ -20,7 +20,7 @@ def _e4m3_byte(scale: Tensor) -> int:
     return int(e4m3.encode(scale).view(torch.uint8))
 
 
-_FORMATS = {
+FORMATS = {
     "fp4_e2m1_scale_e4m3_per16": (blocks.main_scale, e2m1.round_to_grid, e2m1.encode, _e4m3_byte),
     "fp4_e2m1_scale_e8m0_per32": (
         blocks.index_scale,
@@ -43,7 +43,7 @@ def check_formats(data: dict[str, Any]) -> list[Case]:
     for name, entries in data.items():
         if not isinstance(entries, list):
             continue
-        if name not in _FORMATS:
+        if name not in FORMATS:
             cases.append(Case(f"formats {name}", False, "unknown format"))
             continue
         wrong = [entry["name"] for entry in entries if not _block_equal(name, entry)]
@@ -55,7 +55,7 @@ def check_formats(data: dict[str, Any]) -> list[Case]:
 
 
 def _block_equal(name: str, entry: dict[str, Any]) -> bool:
-    scale_of, grid, encode, byte_of = _FORMATS[name]
+    scale_of, grid, encode, byte_of = FORMATS[name]
     x = hex_tensor(entry["x"])
     scale = scale_of(x)
     values = grid(x / scale)

@@ -140,6 +140,8 @@ class Turn:
 
     `prompt_ids` are only the tokens that are new since the previous turn of the same branch (the whole prompt
     in the first turn). `logprobs` and `policy_versions` have the length of `completion_ids`.
+    `replay_starts` are positions of the branch at which the engine's windows (of encoder, of decoder) started
+    anew, for training to do the same.
     """
 
     prompt_ids: tuple[int, ...]
@@ -150,6 +152,7 @@ class Turn:
     message: Message
     observations: tuple[Message, ...] = ()
     parse_error: str = ""
+    replay_starts: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, order=True)

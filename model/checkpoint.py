@@ -6,7 +6,8 @@ Loading streams: one published tensor at a time is read, decoded and copied to i
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,12 +19,12 @@ from model.checkpoint_files import (
     DamagedFile,
     MissingTensor,
     ShardReader,
-    ShardWriter,
     UnexpectedTensor,
     WrongShape,
     check_fit,
 )
-from model.checkpoint_names import Piece, Storage, pieces, scale_name, storage
+from model.checkpoint_names import Piece, Storage, pieces, plain_dtype, scale_name, storage
+from model.checkpoint_writer import ShardWriter
 from model.config import PolicyConfig
 from model.layers.engram_table import EngramTable, MappedRows, TableStorage
 from model.policy import Policy
@@ -43,55 +44,68 @@ __all__ = [
 
 CONFIG = "config.json"
 _SHARD_BYTES = 4 << 30
+_TABLE_ROWS = 1 << 16
+"""Rows of an n-gram table that are converted at once."""
 _UNUSED = ("image_pad",)
 """Published tensors that nothing reads."""
 
 
 def save_policy(
-    policy: Policy, folder: Path | str, *, chat: ChatFormat | None = None, shard_bytes: int = _SHARD_BYTES
+    policy: Policy,
+    folder: Path | str,
+    *,
+    stored: PolicyConfig | None = None,
+    chat: ChatFormat | None = None,
+    shard_bytes: int = _SHARD_BYTES,
 ) -> None:
-    """Write `policy` to `folder` (made if need be), in the storage formats its configuration names.
+    """Write `policy` to `folder` (made if need be), one tensor at a time.
 
-    With `chat`, its wording and tokenizer are written too: `model.chat.load_chat(folder)` reads them.
+    Args:
+        policy: what to write.
+        folder: where.
+        stored: the configuration to write. It may differ from the policy's in `dtype` and `quantization`, so
+            that a policy trained in float32 is written as FP8 and FP4, or the other way round.
+        chat: its wording and tokenizer are written too: `model.chat.load_chat(folder)` reads them.
+        shard_bytes: size of a shard, unless a single tensor is larger.
+
+    Raises:
+        ValueError: `stored` differs in more than that, or mapped tables would have to be converted.
     """
-    folder = Path(folder)
+    folder, config = Path(folder), policy.config if stored is None else stored
+    _require_same_shape(policy.config, config)
     folder.mkdir(parents=True, exist_ok=True)
-    writer = ShardWriter(folder, shard_bytes)
-    for own, tensor in policy.state_dict().items():
-        for published, part in _published_parts(own, tensor, policy.config):
-            for name, stored in _encode(published, part, policy.config):
-                writer.add(name, stored)
-    for name, table in _mapped_tables(policy):
-        writer.add(name, table.mapped.rows)
-        if table.mapped.scale is not None:
-            writer.add(scale_name(name), table.mapped.scale)
-    writer.finish()
+    with ShardWriter(folder, shard_bytes) as writer:
+        for own, tensor in policy.state_dict().items():
+            for published, part in _published_parts(own, tensor, config):
+                _write(writer, published, part, config)
+        for name, table in _mapped_tables(policy):
+            _write_mapped(writer, name, table, config)
+        writer.finish()
     if chat is not None:
         chat.save(folder)
-    (folder / CONFIG).write_text(json.dumps(policy.config.to_published(), indent=1))
+    (folder / CONFIG).write_text(json.dumps(config.to_published(), indent=1))
 
 
-def load_policy(folder: Path | str, *, tables: TableStorage = "resident") -> Policy:
-    """Read a policy that `save_policy` or the publisher wrote.
+def load_policy(folder: Path | str, *, dtype: str | None = None, tables: TableStorage = "resident") -> Policy:
+    """Read a policy that `save_policy` or the publisher wrote, one tensor at a time.
 
     Args:
         folder: the checkpoint.
+        dtype: of the policy ("float32", "bfloat16"); None: as stored.
         tables: where the n-gram tables are to live. "mmap" reads their rows out of the checkpoint's files,
             which must stay as they are; such tables are not trained.
 
     Raises:
-        CheckpointError: a tensor is missing, unexpected, of the wrong shape, or a file is damaged.
+        CheckpointError: a tensor is missing, unexpected, of the wrong shape or type, or a file is damaged.
         ValueError: the configuration is incomplete or unsupported.
     """
     folder = Path(folder)
-    config_file = folder / CONFIG
-    if not config_file.exists():
-        raise CheckpointError(f"{folder} has no {CONFIG}: it is not a checkpoint folder")
-    policy = Policy(PolicyConfig.from_published(json.loads(config_file.read_text())), tables=tables)
+    stored = _read_config(folder)
+    policy = Policy(stored if dtype is None else replace(stored, dtype=dtype), tables=tables)
     reader = ShardReader.of_folder(folder)
-    used = load_weights(policy, reader)
+    used = load_weights(policy, reader, stored)
     for name, table in _mapped_tables(policy):
-        used |= _map_table(name, table, reader, policy.config)
+        used |= _map_table(name, table, reader, stored)
     unexpected = sorted(reader.names - used - set(_UNUSED))
     if unexpected:
         raise UnexpectedTensor(
@@ -101,18 +115,60 @@ def load_policy(folder: Path | str, *, tables: TableStorage = "resident") -> Pol
     return policy
 
 
+def _read_config(folder: Path) -> PolicyConfig:
+    file = folder / CONFIG
+    if not file.exists():
+        raise CheckpointError(f"{folder} has no {CONFIG}: it is not a checkpoint folder")
+    try:
+        published = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DamagedFile(f"{file} is not JSON ({error}): copy it anew") from error
+    if not isinstance(published, dict):
+        raise DamagedFile(f"{file} is not a JSON object: copy it anew")
+    return PolicyConfig.from_published(published)
+
+
+def _require_same_shape(own: PolicyConfig, stored: PolicyConfig) -> None:
+    if replace(stored, dtype=own.dtype, quantization=own.quantization) != own:
+        raise ValueError(
+            "a checkpoint may store its policy in another dtype or quantization, but not in another shape: "
+            "make `stored` from policy.config with dataclasses.replace"
+        )
+
+
 @torch.no_grad()
-def load_weights(policy: Policy, reader: ShardReader) -> set[str]:
-    """Copy every tensor of `policy` from `reader`; returns the names that were used."""
-    used: set[str] = set()
+def load_weights(policy: Policy, reader: ShardReader, stored: PolicyConfig | None = None) -> set[str]:
+    """Copy every tensor of `policy` from `reader`; returns the names that were used.
+
+    Args:
+        policy: what to fill.
+        reader: the files.
+        stored: says how tensors are stored; None: as the policy's own configuration does.
+    """
+    config, used = policy.config if stored is None else stored, set[str]()
     for own, tensor in policy.state_dict().items():
-        for piece in pieces(own, policy.config):
-            names, value = _read(piece, reader, policy.config)
+        for piece in pieces(own, config):
             target = tensor[piece.index] if piece.index else tensor
-            check_fit(piece.published, value, target.shape)
+            if storage(piece.published, config) is Storage.FP8_ROWS:
+                used |= _load_table(piece.published, target, reader)
+                continue
+            names, value = _read(piece, reader, target.shape, config)
             target.copy_(value)
             used |= names
     return used
+
+
+def _load_table(name: str, target: Tensor, reader: ShardReader) -> set[str]:
+    """A table of FP8 rows, some rows at a time: decoded at once it would take four times its stored size."""
+    scale, (rows, width) = scale_name(name), target.shape
+    check_fit(name, reader.shape(name), target.shape)
+    check_fit(scale, reader.shape(scale), (rows, -(-width // WIDE_BLOCK)))
+    for begin in range(0, rows, _TABLE_ROWS):
+        part = slice(begin, min(begin + _TABLE_ROWS, rows))
+        codes = reader.read(name, part)
+        _check_type(name, codes, Storage.FP8_ROWS)
+        target[part] = decode_fp8(codes, reader.read(scale, part), (1, WIDE_BLOCK)).to(target.dtype)
+    return {name, scale}
 
 
 def _mapped_tables(policy: Policy) -> list[tuple[str, EngramTable]]:
@@ -131,8 +187,8 @@ def _map_table(name: str, table: EngramTable, reader: ShardReader, config: Polic
         _check_type(name, rows, kind)
         scale = reader.map(scale_name(name))
         names.add(scale_name(name))
-        check_fit(scale_name(name), scale, torch.Size((table.shape[0], -(-table.shape[1] // WIDE_BLOCK))))
-    check_fit(name, rows, table.shape)
+        check_fit(scale_name(name), scale.shape, (table.shape[0], -(-table.shape[1] // WIDE_BLOCK)))
+    check_fit(name, rows.shape, table.shape)
     table.map_rows(MappedRows(rows, scale))
     return names
 
@@ -148,23 +204,34 @@ def _tile(config: PolicyConfig) -> tuple[int, int]:
 
 _DECODERS: dict[Storage, Callable[[Tensor, Tensor, PolicyConfig], Tensor]] = {
     Storage.FP8_TILES: lambda weight, scale, config: decode_fp8(weight, scale, _tile(config)),
-    Storage.FP8_ROWS: lambda weight, scale, config: decode_fp8(weight, scale, (1, WIDE_BLOCK)),
     Storage.FP4_ROWS: lambda weight, scale, config: decode_fp4(weight, scale),
 }
 _STORED_TYPES = {
+    Storage.PLAIN: (torch.float32, torch.bfloat16, torch.float16, torch.float64),
     Storage.FP8_TILES: (torch.float8_e4m3fn,),
     Storage.FP8_ROWS: (torch.float8_e4m3fn,),
     Storage.FP4_ROWS: (torch.uint8, torch.int8),
 }
 
 
-def _read(piece: Piece, reader: ShardReader, config: PolicyConfig) -> tuple[set[str], Tensor]:
-    value, names = reader.read(piece.published), {piece.published}
-    kind = storage(piece.published, config)
+def _read(
+    piece: Piece, reader: ShardReader, shape: torch.Size, config: PolicyConfig
+) -> tuple[set[str], Tensor]:
+    """The names that were read, and the value [shape] of `piece`."""
+    name, kind = piece.published, storage(piece.published, config)
+    whole = list(shape)
+    if piece.within:
+        # All shared experts lie side by side.
+        whole[len(piece.within) - 1] *= config.n_shared_experts
+    rows, columns = (*whole, 1, 1)[:2]
+    value, names = reader.read(name), {name}
+    _check_type(name, value, kind)
+    check_fit(name, value.shape, (rows, columns // 2) if kind is Storage.FP4_ROWS else whole)
     if kind is not Storage.PLAIN:
-        _check_type(piece.published, value, kind)
-        scale = scale_name(piece.published)
-        value = _DECODERS[kind](value, reader.read(scale), config)
+        scale, tile = scale_name(name), (1, WIDE_BLOCK) if kind is Storage.FP4_ROWS else _tile(config)
+        scales = reader.read(scale)
+        check_fit(scale, scales.shape, (-(-rows // tile[0]), -(-columns // tile[1])))
+        value = _DECODERS[kind](value, scales, config)
         names.add(scale)
     return names, value[piece.within] if piece.within else value
 
@@ -176,17 +243,46 @@ def _published_parts(own: str, tensor: Tensor, config: PolicyConfig) -> list[tup
     for piece in pieces(own, config):
         parts.setdefault(piece.published, []).append(tensor[piece.index] if piece.index else tensor)
         joins[piece.published] = max(len(piece.within) - 1, 0)
-    return [(name, torch.cat(own_parts, dim=joins[name])) for name, own_parts in parts.items()]
+    return [
+        (name, own_parts[0] if len(own_parts) == 1 else torch.cat(own_parts, dim=joins[name]))
+        for name, own_parts in parts.items()
+    ]
 
 
-def _encode(published: str, value: Tensor, config: PolicyConfig) -> list[tuple[str, Tensor]]:
-    kind = storage(published, config)
+def _write(writer: ShardWriter, published: str, value: Tensor, config: PolicyConfig) -> None:
+    kind, scale = storage(published, config), scale_name(published)
     if kind is Storage.PLAIN:
-        # Held in float32, published in the model's dtype.
-        narrow = published.endswith("confidence_head.proj.weight")
-        return [(published, value.to(getattr(torch, config.dtype)) if narrow else value)]
-    if kind is Storage.FP4_ROWS:
-        weight, scale = encode_fp4(value)
+        writer.add(published, value.to(plain_dtype(published, config)))
+    elif kind is Storage.FP8_ROWS:
+        _write_table(writer, published, value)
     else:
-        weight, scale = encode_fp8(value, (1, WIDE_BLOCK) if kind is Storage.FP8_ROWS else _tile(config))
-    return [(published, weight), (scale_name(published), scale)]
+        encoded = encode_fp4(value) if kind is Storage.FP4_ROWS else encode_fp8(value, _tile(config))
+        for name, part in zip((published, scale), encoded, strict=True):
+            writer.add(name, part)
+
+
+def _write_table(writer: ShardWriter, published: str, value: Tensor) -> None:
+    """A table as FP8 rows, encoded some rows at a time."""
+    scales: list[Tensor] = []
+
+    def rows() -> Iterator[Tensor]:
+        for part in value.split(_TABLE_ROWS):
+            codes, scale = encode_fp8(part, (1, WIDE_BLOCK))
+            scales.append(scale)
+            yield codes
+
+    writer.stream(published, torch.float8_e4m3fn, value.shape, rows())
+    writer.add(scale_name(published), torch.cat(scales))
+
+
+def _write_mapped(writer: ShardWriter, name: str, table: EngramTable, config: PolicyConfig) -> None:
+    """A mapped table, as it is stored."""
+    mapped, kind = table.mapped, storage(name, config)
+    if (mapped.scale is not None) != (kind is Storage.FP8_ROWS):
+        raise ValueError(
+            f"the table {name!r} is mapped from a checkpoint and cannot be converted to {kind}: load the "
+            "policy with resident tables"
+        )
+    writer.add(name, mapped.rows)
+    if mapped.scale is not None:
+        writer.add(scale_name(name), mapped.scale)

@@ -1,18 +1,20 @@
-"""A folder of safetensors shards, read one tensor at a time and written shard by shard."""
+"""A folder of safetensors shards, read one tensor at a time, and what can be wrong with it."""
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
+_SHARD_NAME = re.compile(r"[^/\\]+\.safetensors")
 
 
 class CheckpointError(ValueError):
@@ -36,33 +38,44 @@ class DamagedFile(CheckpointError):
 
 
 class ShardReader:
-    """Tensors of several safetensors files by name; nothing is read before it is asked for."""
+    """Tensors of several safetensors files by name; nothing is read before it is asked for.
+
+    A file is open only while a tensor is read from it: an open one stays mapped, and the pages read would
+    add up to a second copy of the checkpoint in memory.
+    """
 
     def __init__(self, files: Iterable[Path]) -> None:
-        self._files = {}
         self._where: dict[str, Path] = {}
         for file in files:
-            try:
-                opened = safe_open(file, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise DamagedFile(f"{file} cannot be read ({error}): copy it anew") from error
-            self._files[file] = opened
-            for name in opened.keys():  # noqa: SIM118 (not a mapping)
-                self._where[name] = file
+            with _opened(file) as opened:
+                names = list(opened.keys())
+            twice = sorted(self._where.keys() & set(names))
+            if twice:
+                raise DamagedFile(
+                    f"tensor {twice[0]!r} stands in {self._where[twice[0]]} and in {file}: keep one of them"
+                )
+            self._where |= dict.fromkeys(names, file)
 
     @staticmethod
     def of_folder(folder: Path) -> ShardReader:
-        """All shards of `folder`. Raises MissingTensor when the index names a shard that is not there."""
+        """All shards of `folder`.
+
+        Raises:
+            MissingTensor: the index names a shard that is not there, or there is no shard at all.
+            DamagedFile: the index cannot be read, or leads out of the folder or to other files than shards.
+        """
         index = folder / INDEX
         if index.exists():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            names = _shards(index)
             absent = [name for name in names if not (folder / name).exists()]
             if absent:
                 raise MissingTensor(f"{folder} lacks {len(absent)} shards, first {absent[0]}: copy them too")
             return ShardReader(folder / name for name in names)
         files = sorted(folder.glob("*.safetensors"))
         if not files:
-            raise MissingTensor(f"{folder} holds no *.safetensors file: is it a checkpoint folder?")
+            raise MissingTensor(
+                f"{folder} holds no *.safetensors file: is it a checkpoint folder? Other formats are not read"
+            )
         return ShardReader(files)
 
     @property
@@ -73,13 +86,22 @@ class ShardReader:
     def __contains__(self, name: str) -> bool:
         return name in self._where
 
-    def read(self, name: str) -> Tensor:
-        """One tensor. Raises MissingTensor."""
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one tensor. Raises MissingTensor."""
+        with _opened(self._file(name)) as opened:
+            return tuple(opened.get_slice(name).get_shape())
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        """One tensor, or some of its rows. Raises MissingTensor."""
+        with _opened(self._file(name)) as opened:
+            return opened.get_tensor(name) if rows is None else opened.get_slice(name)[rows]
+
+    def _file(self, name: str) -> Path:
         if name not in self._where:
             raise MissingTensor(
                 f"the checkpoint has no tensor {name!r}: its configuration does not belong to it"
             )
-        return self._files[self._where[name]].get_tensor(name)
+        return self._where[name]
 
     def map(self, name: str) -> Tensor:
         """One tensor as a view of its file: read from it as it is used, and never copied as a whole.
@@ -88,11 +110,31 @@ class ShardReader:
             MissingTensor: there is no such tensor.
             DamagedFile: it does not lie in the file as its type needs.
         """
-        if name not in self._where:
-            raise MissingTensor(
-                f"the checkpoint has no tensor {name!r}: its configuration does not belong to it"
-            )
-        return _mapped(self._where[name], name)
+        return _mapped(self._file(name), name)
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except (SafetensorError, OSError) as error:
+        raise DamagedFile(f"{file} cannot be read ({error}): copy it anew") from error
+
+
+def _shards(index: Path) -> list[str]:
+    """File names in an index, each a plain name of a safetensors file."""
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedFile(f"{index} is not an index of shards ({error!r}): copy it anew") from error
+    wrong = [name for name in names if not _SHARD_NAME.fullmatch(str(name))]
+    if wrong:
+        raise DamagedFile(
+            f"{index} names {wrong[0]!r}: shards are *.safetensors files in the folder itself, and nothing "
+            "else is read"
+        )
+    return names
 
 
 _TYPES = {
@@ -122,47 +164,7 @@ def _mapped(file: Path, name: str) -> Tensor:
     return data[begin:end].view(dtype).view(entry["shape"])
 
 
-class ShardWriter:
-    """Collects tensors and writes a shard whenever `shard_bytes` are reached; `finish` writes the index."""
-
-    def __init__(self, folder: Path, shard_bytes: int) -> None:
-        self._folder, self._limit = folder, shard_bytes
-        self._pending: dict[str, Tensor] = {}
-        self._bytes = 0
-        self._written: list[tuple[Path, list[str]]] = []
-        self._total = 0
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Append one tensor."""
-        size = tensor.numel() * tensor.element_size()
-        if self._pending and self._bytes + size > self._limit:
-            self._flush()
-        self._pending[name] = tensor.contiguous()
-        self._bytes += size
-        self._total += size
-
-    def _flush(self) -> None:
-        path = self._folder / f"shard-{len(self._written):05d}.tmp"
-        save_file(self._pending, path)
-        self._written.append((path, list(self._pending)))
-        self._pending, self._bytes = {}, 0
-
-    def finish(self) -> None:
-        """Write what is left, give the shards their names, and write the index last."""
-        self._flush()
-        count = len(self._written)
-        weight_map = {}
-        for number, (path, names) in enumerate(self._written, start=1):
-            final = f"model-{number:05d}-of-{count:05d}.safetensors"
-            os.replace(path, self._folder / final)
-            weight_map |= dict.fromkeys(names, final)
-        index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
-        (self._folder / INDEX).write_text(json.dumps(index, indent=1))
-
-
-def check_fit(name: str, tensor: Tensor, shape: torch.Size) -> None:
-    """Raise WrongShape unless `tensor` has `shape`."""
-    if tensor.shape != shape:
-        raise WrongShape(
-            f"tensor {name!r} has shape {list(tensor.shape)}, the configuration asks for {list(shape)}"
-        )
+def check_fit(name: str, found: Sequence[int], shape: Sequence[int]) -> None:
+    """Raise WrongShape unless tensor `name`, whose shape is `found`, has `shape`."""
+    if tuple(found) != tuple(shape):
+        raise WrongShape(f"tensor {name!r} has shape {list(found)}, the configuration asks for {list(shape)}")

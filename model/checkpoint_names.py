@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+import torch
+
 from model.config import PolicyConfig
 
 _HYPER = re.compile(r"^(.*\.)(hc_attn|hc_ffn)\.(fn|base|scale)$")
@@ -21,6 +23,7 @@ _FP8 = re.compile(
 )
 _FP4 = re.compile(r"\.experts\.\d+\.w[123]\.weight$")
 _TABLE = re.compile(r"\.engram\.embed\.weight$")
+_FLOAT32 = re.compile(r"(\.hc_(attn|ffn)_(fn|base|scale)|\.attn_sink|\.gate\.bias(_vl)?)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,11 @@ def storage(published: str, config: PolicyConfig) -> Storage:
     if _FP4.search(published):
         return Storage.FP4_ROWS if config.quantization.expert_dtype == "fp4" else Storage.FP8_TILES
     return Storage.FP8_TILES if _FP8.search(published) else Storage.PLAIN
+
+
+def plain_dtype(published: str, config: PolicyConfig) -> torch.dtype:
+    """Type of a tensor that is not quantised: the model's, but for a few that are always float32."""
+    return torch.float32 if _FLOAT32.search(published) else getattr(torch, config.dtype)
 
 
 def scale_name(published: str) -> str:

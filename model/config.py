@@ -131,7 +131,7 @@ class PolicyConfig:
 
     @staticmethod
     def preset(name: str) -> PolicyConfig:
-        """The configuration called `name`: nano, pico or official. Raises ValueError for another name."""
+        """The configuration called `name`. Raises ValueError for an unknown name and lists the known ones."""
         from model.presets import preset
 
         return preset(name)
@@ -148,6 +148,15 @@ class PolicyConfig:
         from model.config_published import to_published
 
         return to_published(self)
+
+    @property
+    def decoder_start(self) -> int | None:
+        """The decoder's first layer: the first KV source in the upper half. None where there is none.
+
+        All KV sources from there on compress what this layer's attention reads, the encoder's output.
+        """
+        half = self.num_hidden_layers // 2
+        return next((source for source in sorted(self.kv_source_layer_ids) if source >= half), None)
 
     def ratio(self, layer: int) -> int:
         """Tokens per main key in `layer`; 0 in a pure sliding-window layer."""

@@ -14,15 +14,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from model.balance import BALANCE_SPEED, balance_loss, expert_load, move_bias
-from model.batch import Batch, PackedTokens, Trace
+from model.batch import Batch, NewTokens, PackedTokens, Trace
 from model.cache.policy_cache import PolicyCache, Storage
-from model.config import PolicyConfig, VisionConfig
+from model.cache.progress import Span
+from model.choices import FREE, Capture, Choices
+from model.config import AttentionMode, PolicyConfig, VisionConfig
 from model.dspark import Drafter
 from model.initialization import initialize
 from model.layers.attention import Globals, RunOptions
 from model.layers.block import Block
 from model.layers.engram_hash import DEAD, EngramHash, look_back
 from model.layers.engram_table import TableStorage
+from model.layers.exact import fill, in_own_mode, matmul
 from model.layers.hyper_connections import collapse
 from model.layers.indexer_loss import Supervision, Variant
 from model.layers.moe import Routing
@@ -55,10 +58,18 @@ class PolicyOutput:
     hidden: Tensor
     """[T, d], the head's input."""
     aux: PolicyAux
+    features: Tensor | None = None
+    """[T, 3 d] what the drafter reads; None unless asked for."""
 
 
 class Policy(nn.Module):
-    """The network. `fake_quant` rounds keys as the caches store them, with straight-through gradients."""
+    """The network.
+
+    Attributes:
+        fake_quant: round keys as the caches store them, with straight-through gradients.
+        exact: make a token's result the same bits whatever is computed beside it, in training and from a
+            cache alike; slower.
+    """
 
     def __init__(self, config: PolicyConfig, *, tables: TableStorage = "resident") -> None:
         """Make a policy with fresh weights.
@@ -70,6 +81,7 @@ class Policy(nn.Module):
         super().__init__()
         self.config = config
         self.fake_quant = False
+        self.exact = False
         self.dense_limit = _DENSE_LIMIT
         dtype = getattr(torch, config.dtype)
         self.embed = nn.Module()
@@ -115,11 +127,14 @@ class Policy(nn.Module):
         """Fill all weights from `seed`."""
         initialize(self, seed)
 
+    @in_own_mode
     def forward(
         self,
         tokens: PackedTokens,
         *,
         indexer_loss: bool | Variant = False,
+        features: bool = False,
+        capture: Capture | None = None,
         trace: Trace | None = None,
     ) -> PolicyOutput:
         """Run documents for training; nothing is seen across a document's start.
@@ -128,9 +143,16 @@ class Policy(nn.Module):
             tokens: the documents.
             indexer_loss: also compute the indexers' training loss, over each token's own selection (True or
                 "sparse") or over everything selectable ("dense").
+            features: also return what the drafter reads.
+            capture: where to keep what was chosen.
             trace: where to keep intermediate results.
+
+        Raises:
+            ValueError: `tokens.choices` were recorded over other tokens or with another configuration.
         """
         batch = Batch.of_documents(tokens, self.config.sliding_window, trace)
+        batch.keep_features = features
+        batch.replay(self._checked(tokens.choices, batch), capture)
         supervision = None
         if indexer_loss:
             supervision = Supervision("sparse" if indexer_loss is True else indexer_loss)
@@ -139,7 +161,7 @@ class Policy(nn.Module):
         rows = self._document_engram(tokens.token_ids, batch)
         embedded = self._embed(tokens.token_ids, tokens.images)
         streams, weights, routings = self._run(embedded, batch, rows, None, options)
-        hidden = self.norm(collapse(weights, streams))
+        hidden = self.norm(collapse(weights, streams))[: batch.total]
         image, experts = batch.image, self.config.n_routed_experts
         aux = PolicyAux(
             expert_load=expert_load(routings, experts, None if image is None else ~image),
@@ -147,7 +169,7 @@ class Policy(nn.Module):
             balance_loss=balance_loss(routings, tokens.cu_seqlens),
             indexer_loss=None if supervision is None else supervision.total(),
         )
-        return PolicyOutput(hidden, aux)
+        return PolicyOutput(hidden, aux, batch.features)
 
     def encode_image(self, patches: Tensor, grid: tuple[int, int]) -> Tensor:
         """[h * w, 3, p, p] patches of one image to the rows [M, d] of its image tokens."""
@@ -155,12 +177,15 @@ class Policy(nn.Module):
             raise ValueError("this policy has no image tower: its configuration lacks vision_config")
         return self.aligner(self.vision(patches, grid), grid)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[..., d] to float32 [..., V]."""
+    @in_own_mode
+    def logits(self, hidden: Tensor, *, frozen: bool = False) -> Tensor:
+        """[..., d] to float32 [..., V]; `frozen` sends no gradient to the head's weight."""
         weight: Tensor = self.head.weight  # pyright: ignore[reportAssignmentType]
+        if frozen:
+            weight = weight.detach()
         if hidden.dtype is torch.bfloat16:
-            return F.linear(hidden.float(), weight.float())
-        return F.linear(hidden, weight)
+            return matmul(hidden.float(), weight.float())
+        return matmul(hidden, weight)
 
     def new_cache(
         self, max_sequences: int, max_tokens: int, *, storage: Storage = "dense", pages: int | None = None
@@ -175,11 +200,21 @@ class Policy(nn.Module):
             pages: packed only: pages of compressed keys; None: as many as full slots can need.
         """
         dtype = self.norm.weight.dtype
-        cache = PolicyCache(self.config, max_sequences, max_tokens, dtype, self.device, storage, pages)
-        if self.config.engram_layer_ids:
-            cache.blank_tail = int(self._pad_id())
-        return cache
+        return PolicyCache(self.config, max_sequences, max_tokens, dtype, self.device, storage, pages)
 
+    def look_back_ids(self, token_ids: Tensor, image: Tensor | None = None) -> Tensor:
+        """What n-grams see of the tokens [n] before a sequence is resumed (`PolicyCache.adopt`).
+
+        Args:
+            token_ids: [n]; only the last ones matter.
+            image: [n] bool, true on tokens of image spans.
+        """
+        if self.engram_hash is None:
+            return token_ids[:0]
+        self._pad_id()
+        return self._compressed(token_ids, image)[-(self.config.engram_max_ngram_size - 1) :]
+
+    @in_own_mode
     def extend(
         self,
         cache: PolicyCache,
@@ -187,7 +222,12 @@ class Policy(nn.Module):
         token_ids: Tensor,
         lengths: Tensor,
         *,
+        decode_from: Tensor | None = None,
+        replayed: Tensor | None = None,
         images: ImageTokens | None = None,
+        new: NewTokens | None = None,
+        choices: Choices | None = None,
+        capture: Capture | None = None,
         trace: Trace | None = None,
     ) -> Tensor:
         """Append tokens to cached sequences: a prefill, a tool's answer or one decoded token each.
@@ -197,15 +237,26 @@ class Policy(nn.Module):
             slots: [B] int64, each sequence once.
             token_ids: [B, L] int64; row b counts up to `lengths[b]`.
             lengths: [B] int64, 1 .. L.
+            decode_from: [B] int64, position from which on the decoder runs; of earlier tokens it gets the
+                compressed keys alone. Where that leaves a gap behind the tokens it has run, its windows start
+                anew; otherwise it goes on where it stopped. None: it runs every new token.
+            replayed: [B] int64, how many of the new tokens the caller takes to be counted in the cache
+                already (their windows were lost, see `PolicyCache.adopt`). They are the first ones, and are
+                known to the cache: this only checks that both agree.
             images: the images among the new tokens, with types [B, L].
+            new: where to put what is known of every new token, not of the last one alone.
+            choices: what to choose for the new tokens, packed row after row.
+            capture: where to keep what was chosen for them.
             trace: where to keep intermediate results.
 
         Returns:
-            [B, d], the head's input for the last new token of each sequence.
+            [B, d], the head's input for the last new token of each sequence; zeros where the decoder did not
+            run it.
 
         Raises:
             CacheFull: a sequence would outgrow its slot, or pages run out; nothing has been written.
-            ValueError: a slot is not allocated or appears twice, a length is out of range, or the cache is
+            ValueError: a slot is not allocated or appears twice, a length is out of range, the decoder is to
+                skip tokens and there is none, `replayed` is not what the cache expects, or the cache is
                 packed and `fake_quant` is off.
         """
         slot_list, length_list = slots.tolist(), lengths.tolist()
@@ -217,8 +268,11 @@ class Policy(nn.Module):
             raise ValueError(
                 "a packed cache holds rounded keys: set policy.fake_quant, or make a dense cache"
             )
-        cache.make_room(slot_list, length_list)
-        batch = Batch.of_cached(cache, slots, length_list, self.config.sliding_window, trace)
+        spans = cache.make_room(slot_list, length_list, None if decode_from is None else decode_from.tolist())
+        self._check_spans(spans, None if replayed is None else replayed.tolist())
+        batch = Batch.of_cached(cache, slots, spans, self.config.sliding_window, trace)
+        batch.keep_features = new is not None and self.mtp is not None
+        batch.replay(self._checked(choices, batch), capture)
         row = batch.rows[0]
         packed = row.unpad(token_ids[:, : row.length])
         options = RunOptions(self.fake_quant, self.dense_limit)
@@ -228,9 +282,48 @@ class Policy(nn.Module):
         engram_rows = self._cached_engram(packed, batch, cache, slots)
         embedded = self._embed(packed, images)
         streams, weights, _ = self._run(embedded, batch, engram_rows, cache, options)
-        cache.advance(slot_list, length_list)
-        last = row.last
-        return self.norm(collapse(weights[last], streams[last]))
+        cache.advance(slot_list, spans)
+        if new is not None:
+            new.counts = torch.tensor([span.decoded for span in spans], device=slots.device)
+        if batch.decoder is None:
+            return streams.new_zeros(len(slot_list), self.config.hidden_size)
+        rows = batch.decoder.rows[0]
+        last = fill(rows.last)
+        if new is not None:
+            new.hidden = self.norm(collapse(weights, streams))[: batch.decoder.total]
+            new.features = batch.features
+        hidden = self.norm(collapse(weights[last], streams[last]))[: rows.count]
+        if batch.decoder_rows is None:
+            return hidden
+        every = hidden.new_zeros(len(slot_list), self.config.hidden_size)
+        return every.index_copy_(0, batch.decoder_rows, hidden)
+
+    def _check_spans(self, spans: list[Span], replayed: list[int] | None) -> None:
+        if self.config.decoder_start is None and any(span.decoder_start > span.start for span in spans):
+            raise ValueError(
+                "this policy has no decoder of its own (no kv source in its upper half): give no decode_from"
+            )
+        counted = [span.counted for span in spans]
+        if replayed is not None and replayed != counted:
+            raise ValueError(
+                f"of the new tokens {counted} are counted in the cache already, not {replayed}: begin at the "
+                "position the slot was adopted to resume from, and leave out `replayed` or count from there"
+            )
+
+    def _checked(self, choices: Choices | None, batch: Batch) -> Choices | None:
+        if choices is not None:
+            experts, chosen = self.config.n_routed_experts, self.config.num_experts_per_tok
+            choices.check(batch.total, len(self.layers), experts, chosen)
+        return choices
+
+    def _complete(self, capture: Capture, chosen: list[Tensor]) -> None:
+        """Put together what the layers chose; those that no token ran through chose nothing."""
+        skipped = len(self.layers) - len(chosen)
+        capture.expert_ids = torch.stack(chosen + [torch.full_like(chosen[0], FREE)] * skipped, dim=1)
+        if capture.selections_too:
+            nothing = chosen[0].new_full((chosen[0].shape[0], self.config.index_topk), FREE)
+            missing = self.config.index_source_layer_ids
+            capture.selections = {layer: capture.selections.get(layer, nothing) for layer in missing}
 
     def update_balance(
         self, load: Tensor, image_load: Tensor | None = None, speed: float = BALANCE_SPEED
@@ -250,24 +343,63 @@ class Policy(nn.Module):
         cache: PolicyCache | None,
         options: RunOptions,
     ) -> tuple[Tensor, Tensor, list[Routing]]:
+        n = self.config.hc_mult
+        embedded, rows = fill(embedded), None if rows is None else fill(rows)
         for block in self.blocks:
             block.prefetch(rows)
-        n = self.config.hc_mult
         streams = embedded.unsqueeze(1).expand(-1, n, -1).contiguous()
         weights = torch.zeros(embedded.shape[0], n, device=streams.device)
         weights[:, 0] = 1.0
         shared = [Globals() for _ in batch.rows]
+        keys: dict[int, list[Globals]] = {}
         routings: list[Routing] = []
+        chosen, capture = [], batch.capture
         features: list[Tensor] = []
+        whole, wanted = batch, batch.keep_features or batch.trace is not None
         for block in self.blocks:
             streams = block.inject(streams, batch, rows)
-            if batch.trace is not None and block.layer in self.config.dspark_target_layer_ids:
+            if wanted and block.layer in self.config.dspark_target_layer_ids:
                 features.append(streams.float().mean(1).to(streams.dtype))
-            streams, weights, shared, routing = block(streams, weights, batch, shared, cache, options)
-            routings.append(routing)
+            x = block.attention_input(streams, weights)
+            if block.layer == self.config.decoder_start:
+                keys = self._decoder_keys(x, batch, cache, options)
+                if batch.decoder is None:
+                    break
+                if batch.decoder_tokens is not None:
+                    tokens = fill(batch.decoder_tokens)
+                    streams, weights, x = streams[tokens], weights[tokens], x[tokens]
+                    rows = None if rows is None else rows[tokens]
+                    features = [feature[tokens] for feature in features]
+                batch = batch.decoder
+            if block.layer in keys:
+                shared = keys.pop(block.layer)
+            elif block.attn.mode is AttentionMode.FULL:
+                shared = block.attn.add_keys(x, batch, cache, options)
+            streams, weights, shared, routing = block(streams, x, batch, shared, cache, options)
+            routings.append(routing.first(batch.total))
+            if batch.capture is not None:
+                chosen.append(batch.among_all(routing.expert_ids))
+        if capture is not None:
+            self._complete(capture, chosen)
         if features:
-            batch.record("main_hidden", torch.cat(features, dim=-1))
+            whole.features = torch.cat(features, dim=-1)[: batch.total]
+            whole.record("main_hidden", whole.features)
         return streams, weights, routings
+
+    def _decoder_keys(
+        self, boundary: Tensor, batch: Batch, cache: PolicyCache | None, options: RunOptions
+    ) -> dict[int, list[Globals]]:
+        """Keys of every KV source of the decoder: each has its own projection of the encoder's output."""
+        batch.record("boundary", boundary)
+        start, decoder = self.config.decoder_start, batch.decoder
+        assert start is not None
+        keys = {}
+        for source in (layer for layer in self.config.kv_source_layer_ids if layer >= start):
+            attention = self.blocks[source].attn
+            keys[source] = attention.add_keys(boundary, batch, cache, options)
+            if cache is not None and decoder is not None and decoder is not batch:
+                keys[source] = [attention.read_keys(row, cache) for row in decoder.rows]
+        return keys
 
     def _pad_id(self) -> Tensor:
         if self.token_map is None:
@@ -277,10 +409,10 @@ class Policy(nn.Module):
             )
         return self.token_map[self.config.engram_pad_token_id]
 
-    def _compressed(self, token_ids: Tensor, batch: Batch) -> Tensor:
+    def _compressed(self, token_ids: Tensor, image: Tensor | None) -> Tensor:
         """Compressed ids [T], dead where a token belongs to an image."""
         ids = self.token_map[token_ids]  # pyright: ignore[reportOptionalSubscript]
-        return ids if batch.image is None else ids.masked_fill(batch.image, DEAD)
+        return ids if image is None else ids.masked_fill(image, DEAD)
 
     def _embed(self, token_ids: Tensor, images: ImageTokens | None) -> Tensor:
         """[T, d] of text and images."""
@@ -301,7 +433,7 @@ class Policy(nn.Module):
         if self.engram_hash is None:
             return None
         pad = self._pad_id()
-        ids = self._compressed(token_ids, batch)
+        ids = self._compressed(token_ids, batch.image)
         distances = torch.arange(self.config.engram_max_ngram_size, device=ids.device)
         index = torch.arange(ids.shape[0], device=ids.device)[:, None] - distances
         history = torch.where(distances <= batch.position[:, None], ids[index.clamp_min(0)], pad)
@@ -313,13 +445,14 @@ class Policy(nn.Module):
         """Table rows of new tokens; the look-back reaches into the cached sequences."""
         if self.engram_hash is None:
             return None
-        row, pad = batch.rows[0], self._pad_id()
-        reach = self.config.engram_max_ngram_size - 1
-        ids = row.pad(self._compressed(token_ids, batch))
-        known = torch.cat([cache.tail[slots], ids], dim=1)
-        last = row.lengths.to(ids.device)[:, None] + torch.arange(reach, device=ids.device)
-        cache.tail[slots] = known.gather(1, last)
-        history = known.unfold(1, reach + 1, 1).flip(-1)
+        row, pad, reach = batch.rows[0], self._pad_id(), cache.reach
+        ids, entries = self._compressed(token_ids, batch.image), cache.tail.shape[1]
+        before = row.starts[:, None] + torch.arange(-reach, 0)
+        held = cache.tail[slots[:, None], (before % entries).to(slots.device)]
+        held = torch.where((before < 0).to(slots.device), pad, held)
+        ring = row.ring(entries)
+        cache.tail.flatten().index_copy_(0, ring.target, ids.index_select(0, ring.source))
+        history = torch.cat([held, row.pad(ids)], dim=1).unfold(1, reach + 1, 1).flip(-1)
         return self._hashed(row.unpad(history), pad, batch)
 
     def _hashed(self, history: Tensor, pad: Tensor, batch: Batch) -> Tensor:

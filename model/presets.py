@@ -1,4 +1,4 @@
-"""Named configurations: two that learn on a laptop's CPU, and the released one."""
+"""Named configurations: three that learn on a laptop's CPU, and the released one."""
 
 from __future__ import annotations
 
@@ -85,6 +85,18 @@ PICO = replace(
     hc_sinkhorn_iters=20,
 )
 
+NANO_DRAFT = replace(
+    NANO,
+    compress_ratios=(*NANO.compress_ratios, 0, 0, 0),
+    num_nextn_predict_layers=3,
+    dspark_block_size=5,
+    dspark_noise_token_id=3,
+    dspark_target_layer_ids=(3, 4, 5),
+    dspark_markov_rank=32,
+    dspark_n_routed_experts=4,
+    dspark_num_experts_per_tok=2,
+)
+
 OFFICIAL = PolicyConfig(
     vocab_size=129280,
     hidden_size=5120,
@@ -156,4 +168,4 @@ OFFICIAL = PolicyConfig(
     quantization=QuantizationConfig(weight_block_size=(32, 32), expert_dtype="fp4"),
 )
 
-_PRESETS = {"nano": NANO, "pico": PICO, "official": OFFICIAL}
+_PRESETS = {"nano": NANO, "nano_draft": NANO_DRAFT, "pico": PICO, "official": OFFICIAL}

@@ -15,6 +15,8 @@ from envs.base import Environment
 from model.chat import ChatFormat, load_chat, nano_chat
 from model.checkpoint import load_policy
 from model.config import PolicyConfig
+from model.diagnostics.scales import ScaleMonitor
+from model.engine.speculative import Speculation
 from model.policy import Policy
 from rl.engines.native import NativeEngine
 from rl.launch.config import RunConfig
@@ -46,6 +48,13 @@ def environment(config: RunConfig) -> Environment:
     return envs.registry.load(config.env.name, **config.env.options)
 
 
+def speculation(config: RunConfig) -> Speculation | None:
+    """Returns how the engine is to draft; None: not at all."""
+    if config.engine.speculate == "off":
+        return None
+    return Speculation(rule=config.engine.speculate, length=config.engine.draft_length)
+
+
 def use_threads(count: int) -> None:
     """Sets how many cores torch uses in this process."""
     torch.set_num_threads(max(count, 1))
@@ -58,7 +67,7 @@ async def open_generator(
     """Opens the rollout process: engine, token log, a connection to the fleet, and a worker."""
     use_threads(config.launcher.generator_threads)
     net, chat, env = policy(config), chat_format(config), environment(config)
-    net.fake_quant = config.trainer.fake_quant
+    net.fake_quant, net.exact = config.trainer.fake_quant, config.model.exact
     rollout = config.rollout
     log = TokenLog(
         token_log, flush_ms=rollout.flush_ms, fsync=rollout.fsync, segment_bytes=rollout.segment_bytes
@@ -69,6 +78,10 @@ async def open_generator(
         max_tokens=config.engine.max_tokens,
         on_step=log.on_step,
         caches=config.engine.kv_on_update,
+        speculate=speculation(config),
+        storage=config.engine.storage,
+        pages=config.engine.pages,
+        replay=config.engine.replay,
     )
     async with AsyncExitStack() as stack:
         sandboxes = None
@@ -84,6 +97,8 @@ async def open_generator(
         worker = Worker(
             env, scaffold, engine, chat, sandboxes, reward, log, rollout, max_turns=config.scaffold.max_turns
         )
-        generator = Generator({(env.name, config.scaffold.name): worker}, engine, log, rollout)
+        every = config.engine.scales_every
+        scales = ScaleMonitor(net, every) if every else None
+        generator = Generator({(env.name, config.scaffold.name): worker}, engine, log, rollout, scales)
         stack.push_async_callback(generator.close)
         yield generator

@@ -67,6 +67,9 @@ class CachedKeys:
 class GroupStorage(Protocol):
     """One layer's entries of all sequences, for main keys or index keys."""
 
+    storage: Tensor
+    """The buffer."""
+
     def append(self, plan: GroupPlan, entries: Tensor, rounded: Tensor) -> None:
         """Write those entries [B, G, c] whose group closed in this call.
 
@@ -79,6 +82,18 @@ class GroupStorage(Protocol):
 
     def gather(self, slots: Tensor, width: int) -> KeySource:
         """The first `width` entries of each of `slots`."""
+        ...
+
+    def slot_shape(self, groups: int) -> tuple[int, ...]:
+        """Of what `read_slot` gives."""
+        ...
+
+    def read_slot(self, slot: int, groups: int) -> Tensor:
+        """The first `groups` entries of `slot` as they are stored."""
+        ...
+
+    def write_slot(self, slot: int, value: Tensor) -> None:
+        """Put back what `read_slot` gave; the slot has the room."""
         ...
 
     @property
@@ -106,6 +121,18 @@ class GroupCache:
     def copy(self, source: int, target: int) -> None:
         """Make slot `target` equal to slot `source`."""
         self.storage[target] = self.storage[source]
+
+    def slot_shape(self, groups: int) -> tuple[int, ...]:
+        """Of what `read_slot` gives."""
+        return groups, self.storage.shape[2]
+
+    def read_slot(self, slot: int, groups: int) -> Tensor:
+        """The first `groups` entries of `slot`, [groups, c]."""
+        return self.storage[slot, :groups]
+
+    def write_slot(self, slot: int, value: Tensor) -> None:
+        """Put back what `read_slot` gave."""
+        self.storage[slot, : value.shape[0]] = value
 
     @property
     def nbytes(self) -> int:
@@ -187,6 +214,18 @@ class PackedGroupCache:
         pages = rows.gather(1, place.flatten(1)).view_as(index)
         where = (pages, index % self._page_groups)
         return self._record.decode(self._codes[where], self._scales[where], self._dtype)
+
+    def slot_shape(self, groups: int) -> tuple[int, ...]:
+        """Of what `read_slot` gives."""
+        return -(-groups // self._page_groups), self.storage.shape[1]
+
+    def read_slot(self, slot: int, groups: int) -> Tensor:
+        """The pages with the first `groups` entries of `slot`, [pages, bytes]."""
+        return self.storage.index_select(0, self._pages.table[slot, : self.slot_shape(groups)[0]])
+
+    def write_slot(self, slot: int, value: Tensor) -> None:
+        """Put back what `read_slot` gave; the slot owns the pages."""
+        self.storage.index_copy_(0, self._pages.table[slot, : value.shape[0]], value)
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         """Make pages `target` [n] equal to pages `source` [n]."""

@@ -1,4 +1,7 @@
-"""Sliding-window keys: a ring of W entries a sequence and layer, entry = position mod W."""
+"""Sliding-window keys: a ring of entries a sequence and layer, entry = position mod entries.
+
+A ring is longer than the window by the cache's slack, so that as many tokens can be taken back.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,20 @@ from model.rows import Rows
 
 
 class WindowStorage(Protocol):
-    """Keys of the last W tokens of each sequence, in every layer."""
+    """Keys of the last tokens of each sequence, in every layer."""
 
-    def gather(self, layer: int, slots: Tensor) -> Tensor:
-        """[B, W, c] rings of `slots`. An entry the sequence has not reached yet is undefined."""
+    storage: Tensor
+    """[layers, slots, entries, ...]."""
+
+    def gather(self, layer: int, rows: Rows) -> Tensor:
+        """[B, W - 1, c] keys of the positions before the new tokens of `rows`, in order.
+
+        Those below a row's floor are undefined.
+        """
         ...
 
     def append(self, layer: int, rows: Rows, keys: Tensor) -> None:
-        """Write packed `keys` [T, c] of the new tokens of `rows`; only the last W of a row stay."""
+        """Write packed `keys` [T, c] of the new tokens of `rows`; only the last of a row stay."""
         ...
 
     def copy(self, source: int, target: int) -> None:
@@ -33,22 +42,22 @@ class WindowStorage(Protocol):
 
 
 class WindowRing:
-    """Keys as floats [layers, slots, W, c]."""
+    """Keys as floats [layers, slots, entries, c]."""
 
     def __init__(
-        self, layers: int, slots: int, window: int, width: int, dtype: torch.dtype, device: torch.device
+        self, layers: int, slots: int, entries: int, width: int, dtype: torch.dtype, device: torch.device
     ):
-        self.storage = torch.zeros(layers, slots, window, width, dtype=dtype, device=device)
+        self.storage = torch.zeros(layers, slots, entries, width, dtype=dtype, device=device)
 
-    def gather(self, layer: int, slots: Tensor) -> Tensor:
-        """[B, W, c] rings of `slots`. An entry the sequence has not reached yet is undefined."""
-        return self.storage[layer].index_select(0, slots)
+    def gather(self, layer: int, rows: Rows) -> Tensor:
+        """[B, W - 1, c] keys of the positions before the new tokens of `rows`, in order."""
+        held = self.storage[layer].flatten(0, 1).index_select(0, rows.held_index)
+        return held.unflatten(0, (rows.count, rows.held))
 
     def append(self, layer: int, rows: Rows, keys: Tensor) -> None:
-        """Write packed `keys` [T, c] of the new tokens of `rows`; only the last W of a row stay."""
-        self.storage[layer].flatten(0, 1).index_copy_(
-            0, rows.ring_target, keys.index_select(0, rows.ring_source)
-        )
+        """Write packed `keys` [T, c] of the new tokens of `rows`; only the last of a row stay."""
+        ring = rows.ring(self.storage.shape[2])
+        self.storage[layer].flatten(0, 1).index_copy_(0, ring.target, keys.index_select(0, ring.source))
 
     def copy(self, source: int, target: int) -> None:
         """Make slot `target` equal to slot `source`."""
@@ -61,29 +70,31 @@ class WindowRing:
 
 
 class PackedWindowRing:
-    """Keys as 8-bit records [layers, slots, W, bytes]: codes of the channels, then their scales.
+    """Keys as 8-bit records [layers, slots, entries, bytes]: codes of the channels, then their scales.
 
     Keys come rounded, and a rounded key finds a scale under which its record decodes to it again: a power of
     two may come out smaller the second time, never too small for the key's codes.
     """
 
     def __init__(
-        self, layers: int, slots: int, window: int, width: int, dtype: torch.dtype, device: torch.device
+        self, layers: int, slots: int, entries: int, width: int, dtype: torch.dtype, device: torch.device
     ):
         self._width, self._dtype = width, dtype
         record_bytes = WINDOW.code_bytes(width) + WINDOW.scale_bytes(width)
-        self.storage = torch.zeros(layers, slots, window, record_bytes, dtype=torch.uint8, device=device)
+        self.storage = torch.zeros(layers, slots, entries, record_bytes, dtype=torch.uint8, device=device)
 
-    def gather(self, layer: int, slots: Tensor) -> Tensor:
-        """[B, W, c] rings of `slots`. An entry the sequence has not reached yet is undefined."""
-        records = self.storage[layer].index_select(0, slots)
+    def gather(self, layer: int, rows: Rows) -> Tensor:
+        """[B, W - 1, c] keys of the positions before the new tokens of `rows`, in order."""
+        held = self.storage[layer].flatten(0, 1).index_select(0, rows.held_index)
+        records = held.unflatten(0, (rows.count, rows.held))
         codes = records[..., : self._width].contiguous()
         return WINDOW.decode(codes, records[..., self._width :].contiguous(), self._dtype)
 
     def append(self, layer: int, rows: Rows, keys: Tensor) -> None:
-        """Write packed `keys` [T, c] of the new tokens of `rows`; only the last W of a row stay."""
-        records = torch.cat(WINDOW.encode(keys.index_select(0, rows.ring_source)), dim=-1)
-        self.storage[layer].flatten(0, 1).index_copy_(0, rows.ring_target, records)
+        """Write packed `keys` [T, c] of the new tokens of `rows`; only the last of a row stay."""
+        ring = rows.ring(self.storage.shape[2])
+        records = torch.cat(WINDOW.encode(keys.index_select(0, ring.source)), dim=-1)
+        self.storage[layer].flatten(0, 1).index_copy_(0, ring.target, records)
 
     def copy(self, source: int, target: int) -> None:
         """Make slot `target` equal to slot `source`."""

@@ -4,9 +4,11 @@ A `RequestError` concerns one request; the engine goes on serving the others.
 
 - `EngineFault`: anything below
     - `RequestError` (a ValueError): what one request asks for cannot be served
-        - `EmptyPromptError`, `TokenRangeError`, `ContextOverflowError`, `SamplingError`, `BusySessionError`
+        - `EmptyPromptError`, `TokenRangeError`, `ContextOverflowError`, `SamplingError`, `BusySessionError`,
+          `ImageError`, `RoleError`
         - `NonFiniteLogitsError`: the policy gave NaN or infinite logits for this sequence
-    - `StateError` (a ValueError): weights that do not fit the policy; the old ones stay
+    - `StateError` (a ValueError): weights, or the exported state of a request, that do not fit; nothing was
+      changed
 """
 
 from __future__ import annotations
@@ -44,5 +46,13 @@ class NonFiniteLogitsError(RequestError):
     """NaN or infinite logits."""
 
 
+class ImageError(RequestError):
+    """Images that do not fit the tokens, or the policy."""
+
+
+class RoleError(RequestError):
+    """Work that an engine of this role does not do."""
+
+
 class StateError(EngineFault, ValueError):
-    """Weights that do not fit the policy."""
+    """Weights that do not fit the policy, or a request's state that does not fit the engine."""

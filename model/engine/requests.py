@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of it: requests, columns of a step, finished turns."""
+"""What goes into the engine and what comes out of it: requests and finished turns."""
 
 from __future__ import annotations
 
@@ -8,15 +8,22 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from model.choices import SamplingMask
+from model.engine.columns import Columns
 from model.engine.errors import (
     ContextOverflowError,
     EmptyPromptError,
+    ImageError,
     RequestError,
     SamplingError,
     TokenRangeError,
 )
+from model.engine.replay import Floor, Past
 from model.engine.sampler import SamplingParams
+from model.vision import ImageTokens, TokenType
 
 
 class Finish(StrEnum):
@@ -29,26 +36,6 @@ class Finish(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
-    """Sampled tokens of one turn, as columns of equal length.
-
-    token_ids int32 [n], logprobs float32 [n] (of the sampled distribution), versions int32 [n].
-    """
-
-    token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
-    versions: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-
-    def __post_init__(self) -> None:
-        if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
-            raise RequestError(
-                "the columns of a turn have different lengths: "
-                f"{len(self.token_ids)} tokens, {len(self.logprobs)} log-probabilities, "
-                f"{len(self.versions)} versions"
-            )
-
-
-@dataclass(frozen=True, slots=True)
 class Request:
     """One turn to sample.
 
@@ -57,12 +44,39 @@ class Request:
         token_ids: The whole history before the turn.
         sampling: How to sample. `max_tokens` counts `completed` too.
         completed: Tokens of this very turn that were sampled before an interruption.
+        continues: The history may hold tokens that were sampled before in this session. An engine that does
+            not know the session, and with it where their windows started, flags what follows as replayed.
+        images: The images in the history: a type for each token of it, and the rows of an encoding engine.
     """
 
     session: str
     token_ids: Sequence[int] | np.ndarray
     sampling: SamplingParams
     completed: Columns = field(default_factory=Columns)
+    continues: bool = False
+    images: ImageTokens | None = None
+
+    def same_images(self, other: Request, size: int) -> bool:
+        """Whether another request has the same images among its first `size` tokens."""
+        mine, theirs = _images_within(self.images, size), _images_within(other.images, size)
+        return all(torch.equal(one, another) for one, another in zip(mine, theirs, strict=True))
+
+    def image_bytes(self) -> bytes:
+        """What stands for the images in a key of the history."""
+        if self.images is None:
+            return b""
+        return self.images.types.numpy().tobytes() + self.images.rows.float().cpu().numpy().tobytes()
+
+
+def _images_within(images: ImageTokens | None, size: int) -> tuple[Tensor, Tensor]:
+    """Types and rows of the images among the first `size` tokens; no images are types that say text."""
+    if images is None:
+        return torch.full((size,), int(TokenType.TEXT)), torch.zeros(0)
+    types = torch.full((size,), int(TokenType.TEXT))
+    held = images.types[:size]
+    types[: held.shape[0]] = held
+    rows = images.rows[: int((held == TokenType.IMAGE).sum())]
+    return types, rows if rows.shape[0] else torch.zeros(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +94,18 @@ class Finished:
 class StepOutput:
     """The tokens of one step as columns over the requests that got one, and the turns that ended.
 
-    request_ids and token_ids int64 [n], logprobs and full_logprobs float32 [n]; `version` sampled them.
+    Attributes:
+        request_ids: int64 [n].
+        token_ids: int64 [n].
+        logprobs: float32 [n], under the distribution that was sampled from.
+        full_logprobs: float32 [n], under the tempered distribution without truncation.
+        version: Of the weights that sampled them.
+        finished: The turns that ended.
+        states: uint8 [n], `ContextState` of each token.
+        expert_ids: int16 [n, layers, k], of the token that was the input (the one before the sampled one);
+            None unless the engine captures them.
+        sampling_mask: The ids that each token was drawn from; None when no request truncates.
+        ready: Requests whose prompt a prefill engine has computed; they wait for `export_state`.
     """
 
     request_ids: np.ndarray
@@ -89,16 +114,59 @@ class StepOutput:
     full_logprobs: np.ndarray
     version: int
     finished: list[Finished]
+    states: np.ndarray
+    expert_ids: np.ndarray | None = None
+    sampling_mask: SamplingMask | None = None
+    ready: tuple[int, ...] = ()
+
+    @staticmethod
+    def join(parts: Sequence[StepOutput], version: int, finished: list[Finished]) -> StepOutput:
+        """Several parts of one step as one; a request may have tokens in several, in order."""
+        if len(parts) == 1:
+            return parts[0]
+        nothing = [np.zeros(0, kind) for kind in (np.int64, np.int64, np.float32, np.float32)]
+        columns = [(p.request_ids, p.token_ids, p.logprobs, p.full_logprobs) for p in parts]
+        ids, tokens, own, full = (np.concatenate(column) for column in zip(nothing, *columns, strict=True))
+        states = np.concatenate([np.zeros(0, np.uint8), *(part.states for part in parts)])
+        experts = [part.expert_ids for part in parts if part.expert_ids is not None]
+        masks = [part.sampling_mask for part in parts]
+        mask = None
+        if any(one is not None for one in masks):
+            mask = SamplingMask.join(
+                [
+                    SamplingMask.none(part.token_ids.size) if mask is None else mask
+                    for mask, part in zip(masks, parts, strict=True)
+                ]
+            )
+        ready = tuple(number for part in parts for number in part.ready)
+        chosen = np.concatenate(experts) if experts else None
+        return StepOutput(ids, tokens, own, full, version, finished, states, chosen, mask, ready)
 
 
 @dataclass(slots=True)
 class Pending:
-    """A checked request that waits for a row: its history with what was completed, and the turn's start."""
+    """A checked request that waits for a row.
+
+    Attributes:
+        history: int32 [n], the prompt and what was sampled of the turn.
+        start: Where the turn begins in it.
+        floor: The floors of a sequence that was being served already; None: still to be planned.
+        replayed: Whether tokens of this sequence are flagged as replayed.
+        before: What the session goes back to when the turn ends before its first token.
+        caches: Caches of the first `cached` tokens as a cache exports them, if they come with the request.
+        mixed: Whether earlier weights computed some of these.
+    """
 
     request_id: int
     request: Request
     history: np.ndarray
     start: int
+    floor: Floor | None = None
+    replayed: bool = False
+    before: Past | None = None
+    caches: dict[str, Tensor] | None = None
+    cached: int = 0
+    mixed: bool = False
 
 
 def check_request(request_id: int, request: Request, *, vocab_size: int, context: int) -> Pending:
@@ -125,6 +193,7 @@ def check_request(request_id: int, request: Request, *, vocab_size: int, context
             f"{len(request.completed.token_ids)} completed tokens exceed the turn's budget of "
             f"{min(request.sampling.max_tokens, context - prompt.size)}"
         )
+    _check_images(request.images, prompt.size)
     return Pending(request_id, request, history.astype(np.int32), prompt.size)
 
 
@@ -149,6 +218,18 @@ def _as_ids(ids: Sequence[int] | np.ndarray) -> np.ndarray:
         return array.astype(np.int64)
     except (ValueError, OverflowError) as error:
         raise TokenRangeError(f"token ids are a flat sequence of integers: {error}") from error
+
+
+def _check_images(images: ImageTokens | None, size: int) -> None:
+    if images is None:
+        return
+    rows = int((images.types == TokenType.IMAGE).sum())
+    if images.types.shape != (size,) or images.rows.ndim != 2 or images.rows.shape[0] != rows:
+        raise ImageError(
+            f"{tuple(images.types.shape)} types and {tuple(images.rows.shape)} image rows do not fit a "
+            f"history of {size} tokens with {rows} image tokens: give a type for each token and a row for "
+            "each image token"
+        )
 
 
 def _check_sampling(sampling: SamplingParams) -> None:

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from model.choices import SamplingMask, truncated_logprobs
+
 _INCREMENT = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
@@ -75,12 +77,25 @@ class Sampled:
             greedy row, under temperature 1 without truncation.
         full_logprobs: float32 [B], under the tempered distribution without truncation.
         finite: bool [B]; a row whose logits are not finite has no meaningful token.
+        kept: which ids top-k and top-p left to each row, on the host; a row that was not truncated holds
+            none. None when no row was.
     """
 
     token_ids: np.ndarray
     logprobs: np.ndarray
     full_logprobs: np.ndarray
     finite: np.ndarray
+    kept: SamplingMask | None = None
+
+    def take(self, rows: np.ndarray) -> Sampled:
+        """What was drawn for the rows that `rows` (bool [B] or numbers) picks."""
+        kept = None
+        if self.kept is not None:
+            numbers = np.flatnonzero(rows) if rows.dtype == bool else rows
+            kept = self.kept.take(torch.from_numpy(numbers))
+        return Sampled(
+            self.token_ids[rows], self.logprobs[rows], self.full_logprobs[rows], self.finite[rows], kept
+        )
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -114,25 +129,67 @@ def sample(logits: Tensor, columns: SamplingColumns, positions: np.ndarray) -> S
     greedy = columns.temperature == 0.0
     temperature = np.where(greedy, 1.0, columns.temperature)
     scaled = logits if (temperature == 1.0).all() else logits / _column(temperature, logits)
-    normaliser = torch.logsumexp(scaled, dim=1)
-    logprobs = scaled - normaliser[:, None]
-    kept = _truncate(logprobs, columns, greedy)
+    logprobs = truncated_logprobs(scaled, None)
+    allowed = _truncate(logprobs, columns, greedy)
+    kept = None if allowed is None else truncated_logprobs(scaled, allowed)
     draws = torch.from_numpy(uniforms(columns.seed, positions)).to(logits.device)
-    tokens = _invert(logprobs if kept is None else kept, draws)
+    tokens = invert(logprobs if kept is None else kept, draws)
     if greedy.any():
         mask = torch.from_numpy(greedy).to(logits.device)
         tokens = torch.where(mask, logits.argmax(dim=1), tokens)
     full = logprobs.gather(1, tokens[:, None])[:, 0]
     own = full if kept is None else kept.gather(1, tokens[:, None])[:, 0]
-    packed = torch.stack((own, full, normaliser)).cpu().numpy()
-    return Sampled(tokens.cpu().numpy(), packed[0], packed[1], np.isfinite(packed[2]))
+    own, full = torch.stack((own, full)).cpu().numpy()
+    mask = None if allowed is None else SamplingMask.of_allowed(allowed.cpu())
+    return Sampled(tokens.cpu().numpy(), own, full, np.isfinite(full), mask)
 
 
 def _column(values: np.ndarray, like: Tensor) -> Tensor:
     return torch.from_numpy(values).to(like.device, like.dtype)[:, None]
 
 
-def _invert(logprobs: Tensor, draws: Tensor) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """What a batch is sampled from.
+
+    Attributes:
+        sampled: float32 [B, V], log-probabilities of the distribution that tokens are drawn from:
+            tempered and truncated; of a greedy row, 0 for the most likely id and -inf elsewhere.
+        reported: float32 [B, V], the same, but of a greedy row under temperature 1.
+        full: float32 [B, V], tempered without truncation.
+        finite: bool [B].
+        allowed: bool [B, V], what top-k and top-p left; None when no row is truncated.
+    """
+
+    sampled: Tensor
+    reported: Tensor
+    full: Tensor
+    finite: Tensor
+    allowed: Tensor | None
+
+    def report(self, rows: Tensor, tokens: Tensor) -> Sampled:
+        """What `sample` says when it draws `tokens` [n] in `rows` [n]."""
+        own, full = torch.stack((self.reported[rows, tokens], self.full[rows, tokens])).cpu().numpy()
+        kept = None if self.allowed is None else SamplingMask.of_allowed(self.allowed[rows].cpu())
+        return Sampled(tokens.cpu().numpy(), own, full, self.finite[rows].cpu().numpy(), kept)
+
+
+def distribution(logits: Tensor, columns: SamplingColumns) -> Distribution:
+    """What `sample` draws from, for float32 logits [B, V] and the parameters of the rows."""
+    greedy = columns.temperature == 0.0
+    temperature = np.where(greedy, 1.0, columns.temperature)
+    scaled = logits if (temperature == 1.0).all() else logits / _column(temperature, logits)
+    full = truncated_logprobs(scaled, None)
+    allowed = _truncate(full, columns, greedy)
+    sampled = reported = full if allowed is None else truncated_logprobs(scaled, allowed)
+    if greedy.any():
+        certain = torch.full_like(logits, -torch.inf).scatter_(1, logits.argmax(1, keepdim=True), 0.0)
+        mask = torch.from_numpy(greedy).to(logits.device)
+        sampled = torch.where(mask[:, None], certain, sampled)
+    return Distribution(sampled, reported, full, full.amax(dim=1).isfinite(), allowed)
+
+
+def invert(logprobs: Tensor, draws: Tensor) -> Tensor:
     """Returns the first id whose cumulative probability exceeds the draw, int64 [B].
 
     Cumulated in float64, and draws have 48 bits, so the draw times the total stays below the total: an id of
@@ -145,9 +202,9 @@ def _invert(logprobs: Tensor, draws: Tensor) -> Tensor:
 
 
 def _truncate(logprobs: Tensor, columns: SamplingColumns, greedy: np.ndarray) -> Tensor | None:
-    """Returns log-probabilities [B, V] renormalised over what top-k and then top-p keep, -inf elsewhere.
+    """Returns which ids top-k and then top-p keep, bool [B, V]; ties go to the lower id.
 
-    Ties go to the lower id. None when no row truncates.
+    None when no row truncates.
     """
     size = logprobs.shape[1]
     top_k = np.where((columns.top_k <= 0) | greedy, size, columns.top_k)
@@ -162,5 +219,5 @@ def _truncate(logprobs: Tensor, columns: SamplingColumns, greedy: np.ndarray) ->
     limit = torch.from_numpy(top_p).to(logprobs.device)[:, None]
     # The most likely id always stays; a top_p of 1 drops nothing, whatever the rounding of the sum.
     dropped = (before >= limit) & (rank > 0) & (limit < 1.0)
-    ordered = torch.log_softmax(ordered.masked_fill(dropped, -torch.inf), dim=1)
-    return torch.empty_like(ordered).scatter_(1, order, ordered)
+    stays = ~dropped & (ordered > -torch.inf)
+    return torch.empty_like(stays).scatter_(1, order, stays)

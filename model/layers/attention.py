@@ -17,9 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 from model.batch import Batch, Trace
 from model.cache.main_kv import KeySource, TensorKeys
+from model.choices import Capture
 from model.config import AttentionMode, PolicyConfig
 from model.layers.attend import as_bias, attend
 from model.layers.compressor import Compressor
+from model.layers.exact import fill, is_exact, matmul
 from model.layers.indexer import CandidateRule, Choice, Indexer, IndexQueries, select
 from model.layers.indexer_loss import Supervision, Teacher, indexer_loss
 from model.layers.linear import Linear, widen
@@ -89,27 +91,62 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, batch: Batch, shared: list[Globals], cache: PolicyCache | None, options: RunOptions
     ) -> tuple[Tensor, list[Globals]]:
-        """Normalised tokens [T, d] to [T, d], and what later layers share."""
+        """Attention of a batch.
+
+        Args:
+            x: [T, d], normalised.
+            batch: the tokens' layout.
+            shared: what earlier layers handed on, one a group of rows; in a Full layer its own keys.
+            cache: holds the window keys before the new tokens; None in training.
+            options: of this pass.
+
+        Returns:
+            [T, d], and what later layers share.
+        """
         rotation, per_head = batch.rotations(self.ratio, self.frequencies)
         query_latent, query = self.queries(x, per_head)
         window = self.window_keys(x, rotation, options.fake_quant)
-        projected = self.compressor.project(x) if self.mode is AttentionMode.FULL else None
         asked = self._ask(x, query_latent, per_head, options)
         outputs, handed_on = [], []
         for rows, known in zip(batch.rows, shared, strict=True):
-            if projected is not None:
-                known = self._add_keys(projected, rows, cache, options, batch.trace)
             row_query, row_window = rows.pad(query), self._row_keys(rows, window, cache)
             if asked is not None:
                 asked_rows = IndexQueries(rows.pad(asked.heads), rows.pad(asked.weights))
                 known = self._choose(asked_rows, rows, known, batch.trace)
+                known = self._forced(known, batch.forced_selection(self.layer, rows))
                 if options.supervision is not None:
                     self._supervise(options.supervision, asked_rows, row_query, row_window, rows, known)
             handed_on.append(known)
             outputs.append(rows.unpad(self._attend(rows, row_query, row_window, known, options)))
         if cache is not None:
             cache.windows.append(self.layer, batch.rows[0], window)
+        if asked is not None and batch.capture is not None and batch.capture.selections_too:
+            self._capture(batch, batch.capture, handed_on)
         return self.output(batch.merge(outputs), per_head), handed_on
+
+    def add_keys(
+        self, x: Tensor, batch: Batch, cache: PolicyCache | None, options: RunOptions
+    ) -> list[Globals]:
+        """Compress tokens to this Full layer's main keys and index keys.
+
+        Args:
+            x: [T, d], this layer's own input, or in the decoder that of its first layer.
+            batch: the tokens' layout.
+            cache: gets the keys of groups that closed; None in training.
+            options: of this pass.
+
+        Returns:
+            The keys, one a group of rows.
+        """
+        projected = self.compressor.project(x)
+        return [self._add_row_keys(projected, rows, cache, options, batch.trace) for rows in batch.rows]
+
+    def read_keys(self, rows: Rows, cache: PolicyCache) -> Globals:
+        """This Full layer's keys of the sequences of `rows`, as cached."""
+        assert rows.target is not None
+        slots, width = rows.target.slots, rows.width(self.ratio)
+        main, index_keys = cache.main[self.layer], cache.index_keys[self.layer]
+        return Globals(main.gather(slots, width), index_keys.gather(slots, width))
 
     def queries(self, x: Tensor, per_head: Rotation) -> tuple[Tensor, Tensor]:
         """The latent [T, q] and the rotated heads [T, H, c]."""
@@ -130,7 +167,7 @@ class Attention(nn.Module):
         with torch.set_grad_enabled(options.supervision is not None and torch.is_grad_enabled()):
             return self.indexer.queries(x.detach(), query_latent.detach(), per_head, options.fake_quant)
 
-    def _add_keys(
+    def _add_row_keys(
         self,
         projected: Tensor,
         rows: Rows,
@@ -138,33 +175,34 @@ class Attention(nn.Module):
         options: RunOptions,
         trace: Trace | None,
     ) -> Globals:
-        """Main keys and index keys of a Full layer, from what its compressor projected."""
+        """The same for a group of rows, from what the compressor projected."""
         plan = rows.groups(self.ratio)
         pending = None if cache is None else cache.pending.get(self.layer)
         latent = self.compressor.pool(projected, rows, plan, pending, self.wkv.weight.dtype)
         rotation = rows.group_rotation(self.ratio, self.frequencies)
-        exact = rotate(latent, rotation)
-        main = straight_through(exact, round_main) if options.fake_quant else exact
+        groups, flat = latent.shape[:2], fill(latent.flatten(0, 1))
+
+        def shaped(x: Tensor) -> Tensor:
+            return x[: groups.numel()].unflatten(0, groups)
+
+        unrounded = shaped(rotate(flat, rotation))
+        main = straight_through(unrounded, round_main) if options.fake_quant else unrounded
         with torch.set_grad_enabled(options.supervision is not None and torch.is_grad_enabled()):
-            index_keys = self.indexer.keys(latent.detach(), rotation, options.fake_quant)
+            index_keys = shaped(self.indexer.keys(flat.detach(), rotation, options.fake_quant))
         if trace is not None:
             names = {"latent": latent, "main_kv": main, "index_k": index_keys}
             for name, value in names.items():
                 trace.record(f"layers.{self.layer}.{name}", value)
         if cache is None or rows.target is None:
             return Globals(TensorKeys(main), TensorKeys(index_keys))
-        cache.main[self.layer].append(plan, exact, main)
+        cache.main[self.layer].append(plan, unrounded, main)
         cache.index_keys[self.layer].append(plan, index_keys, index_keys)
-        slots = rows.target.slots
-        return Globals(
-            cache.main[self.layer].gather(slots, plan.width),
-            cache.index_keys[self.layer].gather(slots, plan.width),
-        )
+        return self.read_keys(rows, cache)
 
     def _choose(self, asked: IndexQueries, rows: Rows, known: Globals, trace: Trace | None) -> Globals:
         """Select among the main keys of the owner, inside the candidates where this layer is restricted."""
         assert known.index_keys is not None
-        visible = rows.groups(self.ratio).visible
+        visible = rows.visible(self.ratio)
         candidates = known.candidates if self.restricted else None
         rule = None if self.restricted and candidates is None else self.rule
         keys = known.index_keys.dense()
@@ -173,6 +211,18 @@ class Attention(nn.Module):
             self._record_choice(trace, choice, candidates)
         kept = candidates if self.restricted else choice.candidates
         return replace(known, selection=choice.selection, candidates=kept)
+
+    def _forced(self, known: Globals, index: Tensor | None) -> Globals:
+        """`known` with the selection that replay forces."""
+        assert known.selection is not None
+        return replace(known, selection=known.selection.forced(index, self.top_k))
+
+    def _capture(self, batch: Batch, capture: Capture, handed_on: list[Globals]) -> None:
+        listed = []
+        for rows, known in zip(batch.rows, handed_on, strict=True):
+            assert known.selection is not None
+            listed.append(rows.unpad(known.selection.sorted_index(self.top_k)))
+        capture.selections[self.layer] = batch.among_all(batch.merge(listed))
 
     def _record_choice(self, trace: Trace, choice: Choice, candidates: Tensor | None) -> None:
         name = f"layers.{self.layer}."
@@ -213,7 +263,7 @@ class Attention(nn.Module):
         """Attention of [B, L, H, c] over the window and the selection."""
         selection = known.selection if self.ratio else None
         width = 0 if selection is None else selection.width
-        if window.shape[1] + width > options.dense_limit:
+        if is_exact() or window.shape[1] + width > options.dense_limit:
             return self._attend_gathered(rows, query, window, known, selection)
         if selection is None or known.main is None:
             return attend(query, window, rows.window_bias(self.score_dtype), self.attn_sink)
@@ -224,13 +274,16 @@ class Attention(nn.Module):
         self, rows: Rows, query: Tensor, window: Tensor, known: Globals, selection: Selection | None
     ) -> Tensor:
         """The same for long rows: each token's own keys are gathered, a chunk of tokens at a time."""
-        window_keys = TensorKeys(window)
+        window_keys, chosen = TensorKeys(window), None
+        if selection is not None:
+            # In exact mode a token's keys stand in one order and one number, whatever the others selected.
+            chosen = selection.sorted_index(self.top_k) if is_exact() else selection
 
         def chunk(begin: int, end: int, query: Tensor) -> Tensor:
             index = rows.window_index(begin, end)
             keys = window_keys.take(index)
-            if selection is not None and known.main is not None:
-                listed = selection.listed(begin, end)
+            if chosen is not None and known.main is not None:
+                listed = chosen[:, begin:end] if isinstance(chosen, Tensor) else chosen.listed(begin, end)
                 keys = torch.cat([keys, known.main.take(listed)], dim=2)
                 index = torch.cat([index, listed], dim=2)
             one_row_a_token = query.flatten(0, 1).unsqueeze(1)
@@ -238,8 +291,8 @@ class Attention(nn.Module):
             output = attend(one_row_a_token, keys.flatten(0, 1), bias, self.attn_sink)
             return output.unflatten(0, (rows.count, -1)).squeeze(2)
 
-        chosen = 0 if selection is None else self.top_k
-        step = max(1, _CHUNK_ELEMENTS // (rows.count * (rows.window + chosen) * self.width))
+        width = rows.window + (0 if selection is None else self.top_k)
+        step = max(1, _CHUNK_ELEMENTS // (rows.count * width * self.width))
         parts = []
         for begin in range(0, rows.length, step):
             end = min(begin + step, rows.length)
@@ -254,7 +307,7 @@ class Attention(nn.Module):
         new = rows.pad(window)
         if cache is None or rows.target is None:
             return new
-        return torch.cat([cache.windows.gather(self.layer, rows.target.slots), new], dim=1)
+        return torch.cat([cache.windows.gather(self.layer, rows), new], dim=1)
 
     @property
     def score_dtype(self) -> torch.dtype:
@@ -265,6 +318,10 @@ class Attention(nn.Module):
         """Heads [T, H, c], turned back and projected by group, to [T, d]."""
         output = rotate(output, per_head.inverse())
         grouped = output.flatten(1).unflatten(1, (self.groups, -1)).transpose(0, 1)
-        weight = self.wo_a.weight.unflatten(0, (self.groups, -1)).transpose(1, 2)
-        narrow = torch.bmm(widen(grouped), widen(weight)).to(output.dtype)
+        weight = self.wo_a.weight.unflatten(0, (self.groups, -1))
+        if is_exact():
+            products = [matmul(x, w) for x, w in zip(widen(grouped), widen(weight), strict=True)]
+            narrow = torch.stack(products).to(output.dtype)
+        else:
+            narrow = torch.bmm(widen(grouped), widen(weight).transpose(1, 2)).to(output.dtype)
         return self.wo_b(narrow.transpose(0, 1).flatten(1))

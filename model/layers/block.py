@@ -49,27 +49,32 @@ class Block(nn.Module):
         """Streams [T, n, d] with this layer's n-gram memory added, from table `rows` [T, layers, columns]."""
         if self.engram is None or rows is None:
             return streams
-        text = None if batch.image is None else ~batch.image
+        image = batch.image_rows
+        text = None if image is None else ~image
         streams = self.engram(streams, rows[:, self.engram_column], text)
         batch.record(f"layers.{self.layer}.engram_out", streams)
         return streams
 
+    def attention_input(self, streams: Tensor, weights: Tensor) -> Tensor:
+        """What the attention site reads, [T, d], after `inject`."""
+        return self.attn_norm(collapse(weights, streams))
+
     def forward(
         self,
         streams: Tensor,
-        weights: Tensor,
+        x: Tensor,
         batch: Batch,
         shared: list[Globals],
         cache: PolicyCache | None,
         options: RunOptions,
     ) -> tuple[Tensor, Tensor, list[Globals], Routing]:
-        """One block, after `inject`.
+        """One block.
 
         Args:
             streams: [T, n, d].
-            weights: A [T, n] of the previous site.
+            x: its `attention_input`.
             batch: the tokens' layout.
-            shared: what earlier layers handed on, one a group of rows.
+            shared: what earlier layers handed on, one a group of rows; in a Full layer its own keys.
             cache: to read from and append to; None in training.
             options: of this pass.
 
@@ -78,11 +83,13 @@ class Block(nn.Module):
         """
         name = f"layers.{self.layer}."
         next_weights, write, carry = self.hc_attn(streams)
-        update, shared = self.attn(self.attn_norm(collapse(weights, streams)), batch, shared, cache, options)
+        update, shared = self.attn(x, batch, shared, cache, options)
         batch.record(name + "attn_out", update)
         streams = mix(carry, streams, write, update)
         weights, write, carry = self.hc_ffn(streams)
-        update, routing = self.ffn(self.ffn_norm(collapse(next_weights, streams)), batch.image)
+        update, routing = self.ffn(
+            self.ffn_norm(collapse(next_weights, streams)), batch.image_rows, batch.forced_experts(self.layer)
+        )
         batch.record(name + "ffn_out", update)
         streams = mix(carry, streams, write, update)
         if batch.trace is not None:
@@ -90,5 +97,5 @@ class Block(nn.Module):
             batch.record(name + "next_A", weights)
             batch.record(name + "router_ids", routing.expert_ids)
             batch.record(name + "router_weights", routing.weights)
-            batch.record(name + "router_scores", routing.affinity + self.ffn.gate.bias_of(batch.image))
+            batch.record(name + "router_scores", routing.affinity + self.ffn.gate.bias_of(batch.image_rows))
         return streams, weights, shared, routing

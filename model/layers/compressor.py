@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from model.config import PolicyConfig
+from model.layers.exact import fill
 from model.layers.linear import Linear, wide_linear
 from model.layers.norm import RMSNorm
 from model.rows import GroupPlan, Rows
@@ -35,23 +36,25 @@ class Compressor(nn.Module):
     def pool(
         self, projected: Tensor, rows: Rows, plan: GroupPlan, pending: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        """Latents [B, G, c] of the groups of `plan`; `pending` [slots, m, 2 c] is updated."""
+        """Latents [B, G, c] of the groups of `plan`; `pending` [slots, ring, 2 c] is updated."""
         if self.ratio == 1:
             return rows.pad(projected)
-        return self.norm(self._mean(self._aligned(projected, rows, plan, pending)).to(dtype))
+        aligned = self._aligned(projected, rows, plan, pending)
+        latent = self.norm(self._mean(fill(aligned.flatten(0, 1))).to(dtype))
+        return latent[: rows.count * aligned.shape[1]].unflatten(0, (rows.count, -1))
 
     def _aligned(self, projected: Tensor, rows: Rows, plan: GroupPlan, pending: Tensor | None) -> Tensor:
         if plan.source is None:
-            return projected.view(rows.count, -1, self.ratio, projected.shape[-1])
+            return projected[: rows.count * rows.length].view(rows.count, -1, self.ratio, projected.shape[-1])
         if rows.target is not None:
             assert pending is not None and plan.pending is not None
-            slots = rows.target.slots
-            projected = torch.cat([pending.index_select(0, slots).flatten(0, 1), projected])
-            waiting = projected.index_select(0, plan.pending).unflatten(0, (-1, self.ratio))
-            pending.index_copy_(0, slots, waiting)
+            flat, ring = pending.flatten(0, 1), rows.ring(pending.shape[1])
+            waiting = flat.index_select(0, plan.pending)
+            flat.index_copy_(0, ring.target, projected.index_select(0, ring.source))
+            projected = torch.cat([waiting, projected])
         aligned = projected.index_select(0, plan.source.flatten())
         return aligned.view(rows.count, -1, self.ratio, projected.shape[-1])
 
     def _mean(self, aligned: Tensor) -> Tensor:
         values, gates = aligned.chunk(2, dim=-1)
-        return (values * gates.softmax(dim=2)).sum(dim=2)
+        return (values * gates.softmax(dim=-2)).sum(dim=-2)

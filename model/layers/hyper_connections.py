@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from model.config import PolicyConfig
+from model.layers.exact import is_exact
 from model.layers.linear import wide_linear
 from model.layers.norm import inverse_rms
 
@@ -32,8 +33,12 @@ def _normalize(
     matrix: Tensor, over_inputs: bool, patterns: tuple[Tensor, Tensor], eps: Tensor
 ) -> tuple[Tensor, Tensor]:
     """M / (sums + eps), and the sums + eps shaped to divide M."""
-    total = torch.addmm(eps, patterns[0 if over_inputs else 1], matrix.flatten(0, 1))
-    total = total.unsqueeze(0 if over_inputs else 1)
+    dimension = 0 if over_inputs else 1
+    if is_exact():
+        first, *others = matrix.unbind(dimension)
+        total = sum(others, first).add(eps).unsqueeze(dimension)
+    else:
+        total = torch.addmm(eps, patterns[dimension], matrix.flatten(0, 1)).unsqueeze(dimension)
     return matrix / total, total
 
 

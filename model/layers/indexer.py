@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from model.config import PolicyConfig
+from model.layers.exact import is_exact
 from model.layers.linear import Linear, widen
 from model.layers.norm import RMSNorm
 from model.layers.rope import Rotation, rotate
@@ -24,6 +25,8 @@ from model.quant.blocks import round_index, straight_through
 
 _CHUNK_ELEMENTS = 1 << 24
 """Scores of all heads held at once; longer rows are scored a chunk of tokens at a time."""
+_TILE_KEYS = 64
+"""Keys scored by one product in exact mode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class Indexer(nn.Module):
             self.k_norm = RMSNorm(self.width, config.rms_norm_eps, dtype)
 
     def keys(self, latent: Tensor, rotation: Rotation, fake_quant: bool) -> Tensor:
-        """[B, G, c_I] from latents [B, G, c] before their rotation."""
+        """[..., c_I] from latents [..., c] before their rotation."""
         keys = rotate(self.k_norm(self.wk(latent)), rotation)
         return straight_through(keys, round_index) if fake_quant else keys
 
@@ -67,6 +70,24 @@ def index_scores(queries: IndexQueries, keys: Tensor, begin: int, end: int) -> T
     weights = widen(queries.weights[:, begin:end]).reshape(batch * length, 1, count)
     scores = torch.bmm(weights, dots.view(batch * length, count, -1)).view(batch, length, -1)
     return scores.float() if queries.heads.dtype is torch.bfloat16 else scores
+
+
+def _exact_scores(queries: IndexQueries, keys: Tensor, begin: int, end: int) -> Tensor:
+    """`index_scores` by one product of fixed shape a token and tile of keys."""
+    heads = widen(queries.heads[:, begin:end])
+    weights = widen(queries.weights[:, begin:end]).unsqueeze(-2)
+    (batch, length), width = heads.shape[:2], keys.shape[1]
+    tiles = F.pad(widen(keys), (0, 0, 0, -width % _TILE_KEYS)).unflatten(1, (-1, _TILE_KEYS)).transpose(2, 3)
+    if length == 1:
+        sequences = [(heads.flatten(0, 1), weights.flatten(0, 1), tiles)]
+    else:
+        sequences = list(zip(heads, weights, tiles.unsqueeze(1), strict=True))
+    scores = []
+    for head, weight, own_tiles in sequences:
+        dots = [torch.bmm(head, tile.expand(head.shape[0], -1, -1)).relu_() for tile in own_tiles.unbind(1)]
+        scores.append(torch.cat([torch.bmm(weight, dot) for dot in dots], dim=-1))
+    joined = torch.cat(scores).view(batch, length, -1)[..., :width]
+    return joined.float() if queries.heads.dtype is torch.bfloat16 else joined
 
 
 def token_chunks(queries: IndexQueries, width: int) -> list[tuple[int, int]]:
@@ -143,7 +164,7 @@ def select(
         return Choice(Selection(visible, width, None), None, None)
     chosen, blocks, kept = [], [], []
     for begin, end in token_chunks(queries, width):
-        scores = index_scores(queries, keys, begin, end)
+        scores = (_exact_scores if is_exact() else index_scores)(queries, keys, begin, end)
         allowed = torch.arange(width, device=keys.device) < visible[:, begin:end, None]
         if candidates is not None and rule is not None:
             allowed &= rule.expand(candidates[:, begin:end], width)

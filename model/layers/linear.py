@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from model.quant.blocks import round_window, straight_through
+from model.layers.exact import matmul
+from model.quant.blocks import round_activation, straight_through
 
 
 def widen(x: Tensor) -> Tensor:
@@ -24,9 +24,9 @@ def widen(x: Tensor) -> Tensor:
 def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
     """`x` times `weight` with all bits: float32 for bfloat16 inputs, otherwise the dtype of `x`."""
     if x.dtype is not torch.bfloat16:
-        return F.linear(x, weight.to(x.dtype))
+        return matmul(x, weight.to(x.dtype))
     wide = widen(x)
-    return F.linear(wide, weight.to(wide.dtype)).float()
+    return matmul(wide, weight.to(wide.dtype)).float()
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def quantized_linear(x: Tensor, weight: Tensor) -> Tensor:
     """`x` rounded to FP8 (power-of-two scale per 32) times `weight`, summed in float32, as `x` in dtype."""
-    rounded = straight_through(x, round_window)
+    rounded = straight_through(x, round_activation)
     return wide_linear(rounded, weight).to(x.dtype)
 
 

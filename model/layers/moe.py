@@ -2,8 +2,8 @@
 
 Experts are stacked: `w13` [E + shared, 2 f, d] (gate rows first) and `w2` [E + shared, d, f]; the shared
 experts come last. With few experts all of them are computed for every token and weighted by zero where not
-chosen, which takes three operations; with many, tokens are sorted by expert and only experts that got a token
-are visited.
+chosen, which takes three operations; with many, or in bfloat16, where each expert's output is rounded before
+the sum, tokens are sorted by expert and only experts that got a token are visited.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from model.choices import force
 from model.config import PolicyConfig
+from model.layers.exact import fill
 from model.layers.linear import linear, quantized_linear, wide_linear
 from model.layers.swiglu import clipped_swiglu
 from model.layers.top_k import top_k_lowest_index
@@ -35,6 +37,10 @@ class Routing:
     weights: Tensor
     """[T, k], summing to the scaling factor."""
 
+    def first(self, tokens: int) -> Routing:
+        """Of the first `tokens` tokens alone."""
+        return Routing(self.affinity[:tokens], self.expert_ids[:tokens], self.weights[:tokens])
+
 
 class Router(nn.Module):
     """Affinity of a token to each expert. The biases steer the choice only; `update_balance` moves them."""
@@ -48,11 +54,18 @@ class Router(nn.Module):
         self.bias: Tensor
         self.bias_vl: Tensor
 
-    def forward(self, x: Tensor, image: Tensor | None) -> Routing:
-        """Route tokens [T, d]; `image` [T] bool marks tokens of image spans, None stands for text only."""
+    def forward(self, x: Tensor, image: Tensor | None, forced: Tensor | None = None) -> Routing:
+        """Route tokens [T, d].
+
+        Args:
+            x: the tokens.
+            image: [T] bool marks tokens of image spans; None stands for text only.
+            forced: [T, k] experts to go to, -1 where the router chooses; weighted by their affinities alike.
+        """
         logits = wide_linear(x, self.weight)
         affinity = F.softplus((logits / self.temperature).clamp_min(_LOWEST_LOGIT)).sqrt()
         expert_ids = top_k_lowest_index(affinity.detach() + self.bias_of(image), self.chosen)
+        expert_ids = force(expert_ids, forced)
         weights = affinity.gather(1, expert_ids)
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.factor
         return Routing(affinity, expert_ids, weights)
@@ -76,12 +89,14 @@ class MixtureOfExperts(nn.Module):
 
     @property
     def dense(self) -> bool:
-        """Whether every expert is computed for every token."""
-        return self.experts <= _DENSE_UP_TO
+        """Whether every expert is computed for every token: they are few, and none rounds its own output."""
+        return self.experts <= _DENSE_UP_TO and self.w2.dtype is not torch.bfloat16
 
-    def forward(self, x: Tensor, image: Tensor | None = None) -> tuple[Tensor, Routing]:
-        """Tokens [T, d] to [T, d], and where they went."""
-        routing = self.gate(x, image)
+    def forward(
+        self, x: Tensor, image: Tensor | None = None, forced: Tensor | None = None
+    ) -> tuple[Tensor, Routing]:
+        """Tokens [T, d] to [T, d], and where they went; `image` and `forced` as in `Router.forward`."""
+        routing = self.gate(x, image, forced)
         result = self._dense(x, routing) if self.dense else self._sparse(x, routing)
         return result.to(x.dtype), routing
 
@@ -115,9 +130,10 @@ class MixtureOfExperts(nn.Module):
         result = torch.zeros(x.shape, dtype=wide, device=x.device)
         result = result.index_add(0, tokens, torch.cat(parts).to(wide))
         for expert in range(self.experts, self.experts + self.shared):
-            result = result + self._expert(x, expert, torch.ones_like(weights[:1]))
+            result = result + self._expert(x, expert, weights.new_ones(x.shape[0], 1))
         return result
 
     def _expert(self, x: Tensor, expert: int, weights: Tensor) -> Tensor:
-        hidden = self._linear(x, self.w13[expert])
-        return self._linear(self._activate(hidden, weights), self.w2[expert])
+        count = x.shape[0]
+        hidden = self._linear(fill(x), self.w13[expert])
+        return self._linear(self._activate(hidden, fill(weights)), self.w2[expert])[:count]

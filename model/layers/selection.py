@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from model.choices import FREE, force
 from model.layers.attend import as_bias
 
 
@@ -34,6 +35,18 @@ class Selection:
             ascending, (0, max(places - ascending.shape[-1], 0)), value=self.width
         )
         return padded.masked_fill(padded == self.width, -1)
+
+    def forced(self, index: Tensor | None, places: int) -> Selection:
+        """This selection with the rows of `index` [B, L, K] in place of its own where those hold a number."""
+        if index is None:
+            return self
+        if index.shape[-1] > places or bool((index >= self.visible.unsqueeze(-1)).any()):
+            raise ValueError(
+                f"a forced selection holds more than {places} keys, or a key that its token cannot see yet: "
+                "record selections over the same tokens, with the same configuration"
+            )
+        padded = torch.nn.functional.pad(index, (0, places - index.shape[-1]), value=FREE)
+        return Selection(self.visible, self.width, force(self.sorted_index(places), padded))
 
     def bias_with(self, window_blocked: Tensor, dtype: torch.dtype) -> Tensor:
         """[B, L, window keys + width] over [window, main] keys: 0, or -inf where a key must not be seen."""

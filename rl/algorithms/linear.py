@@ -12,12 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from model.choices import LOWEST_LOGPROB, SamplingMask, entropy_of, truncated_logprobs
+from model.layers.exact import exact_mode, matmul
+
 CHUNK_ELEMENTS = 1 << 24
 """Logits held at once: 64 MiB in float32."""
 
 
 def linear_logprobs(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, temperature: float = 1.0, limit: int = CHUNK_ELEMENTS
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 1.0,
+    mask: SamplingMask | None = None,
+    exact: bool = False,
+    limit: int = CHUNK_ELEMENTS,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability and entropy of softmax(hidden weight^T / temperature), without all its logits.
 
@@ -26,13 +36,17 @@ def linear_logprobs(
         weight: [V, d], the head.
         labels: int64 [m].
         temperature: divides the logits.
+        mask: of the m tokens: the distribution is renormalised over what each could have been. None: over
+            the whole vocabulary.
+        exact: a token's results are the same bits whatever the others are, and those of a policy and sampler
+            in exact mode.
         limit: most elements of logits held at once.
 
     Returns:
-        Log-probabilities of the labels [m], entropies in nats [m], both float32, and whether the label is the
-        most likely token, bool [m].
+        Log-probabilities of the labels [m] (-inf for a label outside its mask), entropies in nats [m], both
+        float32, and whether the label is the most likely token, bool [m].
     """
-    return _LinearLogprobs.apply(hidden, weight, labels, temperature, limit)  # type: ignore[no-any-return]
+    return _LinearLogprobs.apply(hidden, weight, labels, temperature, mask, exact, limit)  # type: ignore[no-any-return]
 
 
 def linear_reverse_kl(
@@ -62,33 +76,41 @@ def linear_reverse_kl(
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, limit: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        temperature: float,
+        mask: SamplingMask | None,
+        exact: bool,
+        limit: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(hidden, weight, labels)
-        ctx.temperature, ctx.rows = temperature, _rows(weight, limit)
+        ctx.temperature, ctx.mask, ctx.rows = temperature, mask, _rows(weight, limit)
         logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
         entropy, correct = torch.empty_like(logprobs), torch.empty_like(labels, dtype=torch.bool)
         for part in _parts(len(hidden), ctx.rows):
-            log_p = _distribution(hidden[part], weight, temperature)
+            with exact_mode(exact):
+                log_p = _distribution(hidden[part], weight, temperature, mask and mask[part])
             logprobs[part] = log_p.gather(1, labels[part, None])[:, 0]
             correct[part] = log_p.argmax(1) == labels[part]
-            entropy[part] = -(log_p.exp() * log_p).sum(1)
+            entropy[part] = entropy_of(log_p)
         ctx.mark_non_differentiable(correct)
         return logprobs, entropy, correct
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # pyright: ignore
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, *tuple[None, ...]]:  # pyright: ignore
         hidden, weight, labels = ctx.saved_tensors
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
         for part in _parts(len(hidden), ctx.rows):
-            log_p = _distribution(hidden[part], weight, ctx.temperature)
-            p = log_p.exp()
-            entropy = -(p * log_p).sum(1, keepdim=True)
+            log_p = _distribution(hidden[part], weight, ctx.temperature, ctx.mask and ctx.mask[part])
+            p, entropy = log_p.exp(), entropy_of(log_p).unsqueeze(1)
+            log_p = log_p.clamp_min(LOWEST_LOGPROB)
             # d log p_y / d z = 1_y - p;  d H / d z = -p (log p + H)
             grad = -p * (grads[0][part, None] + grads[1][part, None] * (log_p + entropy))
             grad.scatter_add_(1, labels[part, None], grads[0][part, None].to(grad.dtype))
             _accumulate(grad / ctx.temperature, hidden, weight, part, grad_hidden, grad_weight)
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
 
 
 class _LinearReverseKL(torch.autograd.Function):
@@ -127,8 +149,10 @@ def _parts(count: int, rows: int) -> list[slice]:
     return [slice(start, start + rows) for start in range(0, count, rows)]
 
 
-def _distribution(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    return torch.log_softmax(hidden.float() @ weight.float().T / temperature, dim=1)
+def _distribution(
+    hidden: Tensor, weight: Tensor, temperature: float, mask: SamplingMask | None = None
+) -> Tensor:
+    return truncated_logprobs(matmul(hidden.float(), weight.float()) / temperature, mask)
 
 
 def _accumulate(

@@ -7,12 +7,14 @@ computes only what is new; one that does not recomputes, and the result is the s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
 from envs.types import FinishReason
+from model.choices import SamplingMask
+from model.engine.columns import ExpertIds
 from model.engine.sampler import SamplingParams
 
 
@@ -33,12 +35,22 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The sampled tokens of one turn; the three columns have equal length. A stop id is its last token."""
+    """The sampled tokens of one turn; the first three columns have equal length. A stop id is its last token.
+
+    What an engine does not record is empty or None: `full_logprobs` (without top-k and top-p), `states`
+    (`model.engine.columns.ContextState`), `replay_starts` (encoder, decoder) of the turn's prefills, the
+    experts of the turn's inputs, and the ids that each token was drawn from.
+    """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     policy_versions: tuple[int, ...] = ()
     finish: FinishReason = FinishReason.STOP
+    full_logprobs: tuple[float, ...] = ()
+    states: tuple[int, ...] = ()
+    replay_starts: tuple[tuple[int, int], ...] = ()
+    expert_ids: ExpertIds | None = field(default=None, compare=False)
+    sampling_mask: SamplingMask | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +62,9 @@ class StepFrame:
     token_ids: np.ndarray  # int32 [n]
     logprobs: np.ndarray  # float32 [n]
     policy_version: int
+    states: np.ndarray | None = None  # uint8 [n]
+    expert_ids: np.ndarray | None = None  # int16 [n, layers, k] of each token's input
+    sampling_mask: SamplingMask | None = None
 
 
 class Engine(Protocol):

@@ -18,10 +18,14 @@ from typing import Any, Literal
 import numpy as np
 
 from envs.types import FinishReason
+from model.engine.columns import Columns
 from model.engine.engine import Engine as ModelEngine
-from model.engine.engine import Policy
 from model.engine.errors import RequestError
-from model.engine.requests import Columns, Finished, Request, StepOutput
+from model.engine.policy import Policy, Storage
+from model.engine.requests import Finished, Request, StepOutput
+from model.engine.speculative import Speculation
+from model.engine.state import RequestState
+from model.replay import Replay
 from rl.engines.base import Completion, EngineError, GenerateRequest, StepFrame, StepListener
 
 
@@ -53,6 +57,8 @@ class NativeEngine:
         version: The version of the policy's weights.
         idle_sessions: How many sessions keep caches between turns (default: `max_requests`).
         caches: What a weight swap does with the caches.
+        speculate: How to draft and check several tokens a step; None draws one.
+        storage, pages, replay, exact, capture: As `model.engine.engine.Engine` takes them.
     """
 
     def __init__(
@@ -65,6 +71,12 @@ class NativeEngine:
         version: int = 0,
         idle_sessions: int | None = None,
         caches: Literal["keep", "recompute"] = "keep",
+        speculate: Speculation | None = None,
+        storage: Storage | None = None,
+        pages: int | None = None,
+        replay: Replay | None = None,
+        exact: bool | None = None,
+        capture: bool = False,
     ) -> None:
         self.version = version
         self._engine = ModelEngine(
@@ -73,6 +85,12 @@ class NativeEngine:
             max_tokens=max_tokens,
             idle_sessions=idle_sessions,
             version=version,
+            speculate=speculate,
+            storage=storage,
+            pages=pages,
+            replay=replay,
+            exact=exact,
+            capture=capture,
         )
         self._caches: Literal["keep", "recompute"] = caches
         self._on_step = on_step
@@ -80,7 +98,6 @@ class NativeEngine:
         self._commands: deque[_Command] = deque()
         self._waiters: dict[int, _Waiter] = {}
         self._outbox: list[_Delivery] = []
-        self._paused = False
         self._closing = False
         self._failure: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -95,13 +112,7 @@ class NativeEngine:
         """
         future: asyncio.Future[Completion] = self._new_future()
         self._put(future, lambda: self._submit(request, future))
-        try:
-            return await future
-        except asyncio.CancelledError:
-            with self._wake:
-                self._commands.append((future, lambda: self._abandon(future)))
-                self._wake.notify()
-            raise
+        return await self._outcome(future)
 
     async def release(self, session: str) -> None:
         """Forgets a trajectory and frees its caches; a running request of it ends with `ABORT`.
@@ -114,11 +125,36 @@ class NativeEngine:
 
     async def pause(self) -> None:
         """Stops all requests; returns when the step that is being computed is over."""
-        await self._call(lambda: self._set_paused(True))
+        await self._call(self._engine.pause)
 
     async def resume(self) -> None:
         """Continues after `pause`."""
-        await self._call(lambda: self._set_paused(False))
+        await self._call(self._engine.resume)
+
+    async def export_state(self, session: str, *, remove: bool = False) -> RequestState:
+        """Returns all of the turn that a session is sampling, to go on elsewhere or later.
+
+        With `remove` the session leaves this engine; whoever waits for the turn gets it with `ABORT`.
+
+        Raises:
+            EngineError: The session is not sampling a turn.
+        """
+        future = self._new_future()
+        self._put(future, lambda: self._export(session, remove, future))
+        return await future
+
+    async def continue_state(
+        self, state: RequestState, turn: int, *, caches: Literal["keep", "recompute"] = "keep"
+    ) -> Completion:
+        """Takes over a turn that another engine exported and samples the rest of it.
+
+        Raises:
+            EngineError: The turn does not fit this engine; its cause is the engine's typed error.
+            StateError: Its caches do not fit this engine's.
+        """
+        future: asyncio.Future[Completion] = self._new_future()
+        self._put(future, lambda: self._import(state, turn, caches, future))
+        return await self._outcome(future)
 
     async def load_weights(self, tensors: Mapping[str, object], version: int) -> None:
         """Swaps the weights between two tokens; running requests continue under `version`.
@@ -137,9 +173,15 @@ class NativeEngine:
             await asyncio.to_thread(self._thread.join)
 
     def stats(self) -> dict[str, float]:
-        """Counters since start: steps, tokens generated and prefilled, busy seconds; requests right now."""
+        """Counters since start: steps, tokens generated and prefilled, busy seconds; requests right now.
+
+        With speculation also single requests' steps, drafts checked, and drafts accepted.
+        """
         counters, scheduler = self._engine.counters, self._engine.scheduler
+        speculator = self._engine.speculator
+        drafts = {} if speculator is None else speculator.counters.summary()
         return {
+            **drafts,
             "steps": float(counters.steps),
             "generated_tokens": float(counters.generated_tokens),
             "prefilled_tokens": float(counters.prefilled_tokens),
@@ -148,6 +190,7 @@ class NativeEngine:
             "waiting": float(self._engine.waiting),
             "evictions": float(scheduler.evictions),
             "forks": float(scheduler.forks),
+            "preemptions": float(scheduler.preemptions),
         }
 
     # From here on to `_run`: called in the event loop.
@@ -169,6 +212,16 @@ class NativeEngine:
                 self._thread.start()
             self._commands.append((future, command))
             self._wake.notify()
+
+    async def _outcome(self, future: asyncio.Future[Completion]) -> Completion:
+        """Waits for a turn; when the caller is cancelled, the turn is aborted."""
+        try:
+            return await future
+        except asyncio.CancelledError:
+            with self._wake:
+                self._commands.append((future, lambda: self._abandon(future)))
+                self._wake.notify()
+            raise
 
     async def _call(self, action: Callable[[], None]) -> None:
         """Runs an action in the engine's thread, between two steps."""
@@ -197,7 +250,7 @@ class NativeEngine:
         try:
             while self._wait():
                 self._take_commands()
-                if self._engine.has_work and not self._paused:
+                if self._engine.has_work:
                     self._publish(self._engine.step())
                 self._flush()
             self._take_commands()
@@ -212,7 +265,7 @@ class NativeEngine:
     def _wait(self) -> bool:
         """Sleeps until there is something to do; returns False when the engine is to end."""
         with self._wake:
-            while not (self._closing or self._commands or (self._engine.has_work and not self._paused)):
+            while not (self._closing or self._commands or self._engine.has_work):
                 self._wake.wait()
             return not self._closing
 
@@ -231,7 +284,9 @@ class NativeEngine:
     def _submit(self, request: GenerateRequest, future: asyncio.Future[Completion]) -> None:
         completed = Columns() if request.completed is None else _columns(request.completed)
         request_id = self._engine.submit(
-            Request(request.session, request.token_ids, request.sampling, completed)
+            Request(
+                request.session, request.token_ids, request.sampling, completed, continues=request.turn > 0
+            )
         )
         self._waiters[request_id] = _Waiter(future, request.session, request.turn)
 
@@ -240,8 +295,24 @@ class NativeEngine:
             if waiter.future is future:
                 self._finish(self._engine.abort(request_id))
 
-    def _set_paused(self, paused: bool) -> None:
-        self._paused = paused
+    def _export(self, session: str, remove: bool, future: asyncio.Future[Any]) -> None:
+        found = next((i for i, waiter in self._waiters.items() if waiter.session == session), None)
+        if found is None:
+            raise RequestError(f"session {session!r} is not sampling a turn: there is nothing to export")
+        state = self._engine.export_state(found)
+        if remove:
+            self._finish(self._engine.release(session))
+        self._outbox.append((future, state))
+
+    def _import(
+        self,
+        state: RequestState,
+        turn: int,
+        caches: Literal["keep", "recompute"],
+        future: asyncio.Future[Completion],
+    ) -> None:
+        request_id = self._engine.import_state(state, caches=caches)
+        self._waiters[request_id] = _Waiter(future, state.header["session"], turn)
 
     def _load(self, tensors: Mapping[str, Any], version: int) -> None:
         self._engine.load_state(tensors, version, caches=self._caches)
@@ -258,6 +329,9 @@ class NativeEngine:
                     output.token_ids.astype(np.int32),
                     output.logprobs.astype(np.float32),
                     output.version,
+                    output.states,
+                    output.expert_ids,
+                    output.sampling_mask,
                 )
             )
         for finished in output.finished:
@@ -298,6 +372,11 @@ def _columns(completed: Completion) -> Columns:
         np.array(completed.token_ids, np.int64),
         np.array(completed.logprobs, np.float32),
         np.array(completed.policy_versions, np.int32),
+        np.array(completed.full_logprobs, np.float32),
+        np.array(completed.states, np.uint8),
+        completed.expert_ids,
+        completed.sampling_mask,
+        completed.replay_starts,
     )
 
 
@@ -308,6 +387,11 @@ def _completion(finished: Finished) -> Completion:
         tuple(turn.logprobs.tolist()),
         tuple(turn.versions.tolist()),
         FinishReason(str(finished.finish)),
+        tuple(turn.full_logprobs.tolist()),
+        tuple(turn.states.tolist()),
+        turn.replay_starts,
+        turn.expert_ids,
+        turn.sampling_mask,
     )
 
 

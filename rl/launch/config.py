@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from model.config import PolicyConfig
 from rewards.length import LengthPenaltyConfig
 from rl.algorithms.config import AlgorithmConfig
 from rl.rollout.config import RolloutConfig
@@ -45,10 +46,16 @@ class Run(Section):
 
 
 class Model(Section):
-    """The policy to start from: a preset's fresh weights, or a checkpoint folder (`path`)."""
+    """The policy to start from: a preset's fresh weights, or a checkpoint folder (`path`).
+
+    Attributes:
+        exact: trainer and sampler compute every token's log-probability to the same last bit, whatever is
+            batched, chunked or interrupted; slower (`benchmarks.exact`).
+    """
 
     preset: str = "nano"
     path: str = ""
+    exact: bool = False
 
 
 class Env(Section):
@@ -75,7 +82,21 @@ class SandboxSection(Section):
 
 
 class EngineSection(Section):
-    """The inference engine and how it samples. `max_tokens` bounds a whole sequence."""
+    """The inference engine and how it samples. `max_tokens` bounds a whole sequence.
+
+    Attributes:
+        speculate: whether the drafter's proposals are checked several tokens at a time, and the rule by which
+            they are accepted: `rejection` accepts most, `coupled` gives the very tokens of plain decoding.
+        draft_length: drafts checked a step and request; null follows measured costs.
+        storage: of the caches: floats, or packed records on pages (smaller; on a CPU slower, see
+            `benchmarks.engine`; needs trainer.fake_quant).
+        pages: packed only: pages of compressed keys for all sequences together; none: as many as they can
+            need. When they run out, requests wait and lose nothing.
+        replay: how much of a prompt runs through the decoder: all (off), its last window (bounded), or all
+            that its last window depends on (exact).
+        scales_every: in every so many-th forward pass block scales at their limits are counted
+            (`quant/rollout/...`); 0 never counts.
+    """
 
     name: Literal["native"] = "native"
     max_requests: int = Field(default=128, ge=1)
@@ -85,6 +106,21 @@ class EngineSection(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
     kv_on_update: Literal["keep", "recompute"] = "keep"
+    speculate: Literal["off", "rejection", "coupled"] = "off"
+    draft_length: int | None = Field(default=None, ge=1)
+    storage: Literal["dense", "packed"] = "dense"
+    pages: int | None = Field(default=None, ge=1)
+    replay: Literal["off", "bounded", "exact"] = "off"
+    scales_every: int = Field(default=200, ge=0)
+
+    @model_validator(mode="after")
+    def _pages_are_packed(self) -> Self:
+        if self.pages is not None and self.storage != "packed":
+            raise ValueError(
+                f"engine.pages={self.pages} belongs to packed caches: set engine.storage=packed, or leave it "
+                "out"
+            )
+        return self
 
 
 class Effort(Section):
@@ -156,10 +192,16 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         self.rollout.check_group_size(self.algorithm.group_size)
+        self._check_drafter()
         if self.engine.max_completion_tokens >= self.engine.max_tokens:
             raise ValueError(
                 f"engine.max_completion_tokens={self.engine.max_completion_tokens} leaves no room for a "
                 f"prompt in engine.max_tokens={self.engine.max_tokens}; make the second larger"
+            )
+        if self.engine.storage == "packed" and not self.trainer.fake_quant:
+            raise ValueError(
+                "engine.storage=packed holds rounded keys: set trainer.fake_quant=true, or "
+                "engine.storage=dense"
             )
         if self.trainer.temperature != self.engine.temperature:
             raise ValueError(
@@ -182,3 +224,13 @@ class RunConfig(Section):
                 "or lower the first"
             )
         return self
+
+    def _check_drafter(self) -> None:
+        trained = self.trainer.draft.anchors or self.sft.draft.anchors
+        if self.model.path or not (trained or self.engine.speculate != "off"):
+            return
+        if not PolicyConfig.preset(self.model.preset).num_nextn_predict_layers:
+            raise ValueError(
+                f"model.preset={self.model.preset} has no drafter to speculate with or to train; take "
+                "model=nano_draft, or leave engine.speculate=off and the drafts' anchors at 0"
+            )

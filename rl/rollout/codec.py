@@ -129,6 +129,7 @@ def turn_to_json(turn: Turn) -> Json:
         "message": message_to_json(turn.message),
         "observations": [message_to_json(message) for message in turn.observations],
         "parse_error": turn.parse_error,
+        "replay_starts": [list(start) for start in turn.replay_starts],
     }
 
 
@@ -143,6 +144,7 @@ def turn_from_json(data: Json) -> Turn:
         message_from_json(data["message"]),
         tuple(message_from_json(message) for message in data["observations"]),
         data["parse_error"],
+        tuple((encoder, decoder) for encoder, decoder in data.get("replay_starts", ())),
     )
 
 

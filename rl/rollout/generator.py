@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from envs.types import Trajectory, TrajectoryKey
+from model.diagnostics.scales import ScaleMonitor
 from rl.engines.base import Engine
 from rl.rollout.assignment import Assignment
 from rl.rollout.config import RolloutConfig
@@ -35,6 +36,7 @@ class Generator:
         engine: The workers' engine, whose step listener is `log.on_step`.
         log: The token log, just opened; its recovery is offered by `recover`.
         config: Settings.
+        scales: Counts block scales in the engine's passes, for `stats`; None: nobody counts.
     """
 
     def __init__(
@@ -43,8 +45,10 @@ class Generator:
         engine: Engine,
         log: TokenLog,
         config: RolloutConfig,
+        scales: ScaleMonitor | None = None,
     ) -> None:
         self._workers, self._engine, self._log = dict(workers), engine, log
+        self._scales = scales
         self._loop: RolloutLoop[Trajectory] = RolloutLoop()
         self._recovered: dict[TrajectoryKey, LoggedSample] = {
             sample.assignment.key: sample for sample in log.recovery.unfinished.values()
@@ -146,7 +150,10 @@ class Generator:
             self._log.close()
 
     async def stats(self) -> dict[str, float]:
-        """Counters since start: `sys/engine.*`, `sys/wal.*`, `sys/loop_lag.*`, samples running."""
+        """Counters since start: `sys/engine.*`, `sys/wal.*`, `sys/loop_lag.*`, samples running.
+
+        Shares of block scales at their limits, `quant/rollout/*`, are since the last call.
+        """
         engine = {f"sys/engine.{name}": value for name, value in self._engine.stats().items()}
         log = {f"sys/wal.{name}": value for name, value in self._log.stats().items()}
         lag = {f"sys/{name}": value for name, value in self._lag.stats().items()}
@@ -154,7 +161,8 @@ class Generator:
             "sys/rollout.running": float(self._loop.running),
             "sys/rollout.interrupted": float(self._loop.interrupted),
         }
-        return engine | log | lag | samples
+        scales = {} if self._scales is None else self._scales.metrics("rollout")
+        return engine | log | lag | samples | scales
 
     async def alarms(self) -> list[str]:
         """What held the event loop up lately, in words that name the environment."""

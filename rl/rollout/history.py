@@ -36,6 +36,7 @@ class Draft:
             self.message,
             tuple(self.observations),
             self.parse_error,
+            done.replay_starts,
         )
 
 

@@ -12,9 +12,10 @@ from torch import Tensor
 from model.layers.indexer_loss import Variant
 from model.policy import Policy, PolicyAux
 from rl.trainers.data import Sample
-from rl.trainers.forward import token_outputs
+from rl.trainers.draft import DraftConfig, DraftTrainer
+from rl.trainers.forward import TokenOutputs, token_outputs
 from rl.trainers.optim import Optimizer, OptimizerConfig
-from rl.trainers.packing import micro_batches
+from rl.trainers.packing import MicroBatch, micro_batches
 
 _FORMAT = 1
 
@@ -44,20 +45,27 @@ class Trainer:
         balance_coef: float,
         indexer_coef: float,
         indexer_over: Variant = "sparse",
+        draft: DraftConfig | None = None,
     ) -> None:
         self.policy, self.optimizer = policy, Optimizer(policy, optimizer)
         self.total_steps, self.token_budget = total_steps, token_budget
         self.fake_quant, self.temperature = fake_quant, temperature
         self.balance_coef, self.indexer_coef = balance_coef, indexer_coef
         self.indexer_loss: bool | Variant = indexer_over if indexer_coef else False
+        self.drafting: DraftTrainer | None = None
+        if draft is not None and draft.anchors:
+            self.drafting = DraftTrainer(
+                policy, draft, total_steps=total_steps, token_budget=token_budget, temperature=temperature
+            )
         self.steps = 0
         self.version = 0
 
     def logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """Log-probabilities under the present weights, float32 [n] each, 0 where the token is not trained.
 
-        They follow the sampler's definition: log softmax(logits / temperature), nothing truncated, and keys
-        are rounded when the trainer rounds them.
+        They follow the sampler's definition: log softmax(logits / temperature), renormalised over a sample's
+        sampling mask and with its choices where it has them, and keys are rounded when the trainer rounds
+        them. With `policy.exact` they equal an exact sampler's to the last bit.
         """
         out: list[np.ndarray] = [np.zeros(0, dtype=np.float32)] * len(samples)
         self.policy.fake_quant = self.fake_quant
@@ -82,6 +90,16 @@ class Trainer:
             loss = loss + self.indexer_coef * tokens * aux.indexer_loss
         return loss
 
+    def teach_drafter(self, batch: MicroBatch, outputs: TokenOutputs, share: float) -> None:
+        """Adds the drafter's gradients of a micro-batch that is `share` of the step, when it is trained."""
+        if self.drafting is not None:
+            assert outputs.features is not None
+            self.drafting.accumulate(batch, outputs.hidden.detach(), outputs.features.detach(), share)
+
+    def update_drafter(self) -> dict[str, float]:
+        """Applies them; returns metrics by bare name, none when the drafter is not trained."""
+        return {} if self.drafting is None else self.drafting.update()
+
     def update(self, expert_load: Tensor) -> dict[str, float]:
         """Applies the accumulated gradients; returns the gradient norm and the learning rate."""
         fraction = self.optimizer.config.fraction(self.steps, self.total_steps)
@@ -96,6 +114,8 @@ class Trainer:
         """Stops before the weights are touched when a value is not finite."""
         if not bool(values.isfinite().all()):
             self.optimizer.zero_grad()
+            if self.drafting is not None:
+                self.drafting.discard()
             names = ", ".join(sample.id for sample in batch_samples[:8])
             raise NonFiniteLossError(
                 f"the {what} of a micro-batch of {len(batch_samples)} samples is not finite ({names}); the "
@@ -110,6 +130,7 @@ class Trainer:
             "steps": self.steps,
             "version": self.version,
             "optimizer": self.optimizer.state_dict(),
+            "draft": None if self.drafting is None else self.drafting.state_dict(),
             "rng": torch.get_rng_state(),
         }
 
@@ -127,5 +148,12 @@ class Trainer:
                 f"{self.kind!r} trainer of format {_FORMAT}. Resume the stage that wrote the checkpoint"
             )
         self.optimizer.load_state_dict(state["optimizer"])
+        if (self.drafting is None) != (state["draft"] is None):
+            raise TrainerStateError(
+                f"the stored trainer {'trains no' if self.drafting else 'also trains a'} drafter, this one "
+                "does the opposite: resume with the draft.anchors the checkpoint was written under"
+            )
+        if self.drafting is not None:
+            self.drafting.load_state_dict(state["draft"])
         self.steps, self.version = int(state["steps"]), int(state["version"])
         torch.set_rng_state(state["rng"])

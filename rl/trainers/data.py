@@ -17,6 +17,7 @@ import numpy as np
 
 from envs.base import Environment
 from envs.types import Message, Role, Task, ToolSpec, Trajectory, Turn
+from model.choices import Choices, SamplingMask
 
 Columns = tuple[list[int], list[bool], list[float], list[int]]
 
@@ -57,6 +58,10 @@ class Sample:
         effort: the requested effort.
         config_version: version of the configuration it was made under.
         truncated: whether tokens were cut off at the trainer's maximum.
+        choices: what the sampler's forward pass chose, over n tokens, which the trainer's repeats.
+        sampling_mask: what each of n tokens could have been; its log-probability is renormalised over that.
+        replay_starts: (encoder, decoder) positions at which the sampler started its windows anew; the
+            trainer's tokens see no window keys before them.
     """
 
     token_ids: np.ndarray
@@ -70,12 +75,21 @@ class Sample:
     effort: int = 0
     config_version: int = 0
     truncated: bool = False
+    choices: Choices | None = None
+    sampling_mask: SamplingMask | None = None
+    replay_starts: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         columns = (self.token_ids, self.loss_mask, self.logprobs, self.advantages, self.policy_version)
         if len({column.shape for column in columns}) != 1 or self.token_ids.ndim != 1:
             shapes = ", ".join(str(column.shape) for column in columns)
             raise ValueError(f"sample {self.id!r} has columns of shapes {shapes}; all are [n]")
+        mask = self.sampling_mask
+        if mask is not None and len(mask) != len(self):
+            raise ValueError(
+                f"sample {self.id!r} of {len(self)} tokens has a sampling mask over {len(mask)}; record one "
+                "row a token, empty where nothing was sampled or cut off"
+            )
         if len(self) and self.loss_mask[0]:
             raise ValueError(
                 f"sample {self.id!r} trains its first token, which nothing predicts; give it a prompt"
@@ -125,6 +139,7 @@ def trajectory_samples(
                 effort=trajectory.key.effort,
                 config_version=config_version,
                 truncated=max_tokens is not None and len(ids) > max_tokens,
+                replay_starts=tuple(start for turn in branch for start in turn.replay_starts),
             )
         )
     return samples

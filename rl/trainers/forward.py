@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from model.choices import SamplingMask, entropy_of, truncated_logprobs
 from model.layers.indexer_loss import Variant
 from model.policy import PackedTokens, Policy, PolicyAux
 from rl.algorithms.linear import CHUNK_ELEMENTS, linear_logprobs
@@ -26,12 +27,16 @@ class TokenOutputs:
         entropy: [T] float32, entropy of the distribution it was drawn from, in nats.
         correct: [T] bool, whether it is the most likely token.
         aux: expert load and auxiliary losses.
+        hidden: [T, d] the head's input.
+        features: [T, 3 d] what a drafter reads; None unless asked for.
     """
 
     logprobs: Tensor
     entropy: Tensor
     correct: Tensor
     aux: PolicyAux
+    hidden: Tensor
+    features: Tensor | None
 
 
 def token_outputs(
@@ -40,28 +45,49 @@ def token_outputs(
     *,
     temperature: float = 1.0,
     indexer_loss: bool | Variant = False,
+    features: bool = False,
     logits_limit: int = CHUNK_ELEMENTS,
 ) -> TokenOutputs:
     """Runs the policy over a micro-batch."""
-    output = policy(PackedTokens(batch.token_ids, batch.cu_seqlens), indexer_loss=indexer_loss)
+    tokens = PackedTokens(
+        batch.token_ids, batch.cu_seqlens, choices=batch.choices, window_floors=batch.window_floors
+    )
+    output = policy(tokens, indexer_loss=indexer_loss, features=features)
     positions = batch.loss_mask.nonzero()[:, 0]
     labels = batch.token_ids[positions]
-    columns = head_outputs(policy, output.hidden[positions - 1], labels, temperature, logits_limit)
+    mask = None if batch.sampling_mask is None else batch.sampling_mask.take(positions)
+    hidden = output.hidden[positions - 1]
+    columns = head_outputs(policy, hidden, labels, temperature, logits_limit, mask)
     logprobs, entropy, correct = (_scatter(column, positions, len(batch.token_ids)) for column in columns)
-    return TokenOutputs(logprobs, entropy, correct, output.aux)
+    return TokenOutputs(logprobs, entropy, correct, output.aux, output.hidden, output.features)
 
 
 def head_outputs(
-    policy: Policy, hidden: Tensor, labels: Tensor, temperature: float, logits_limit: int = CHUNK_ELEMENTS
+    policy: Policy,
+    hidden: Tensor,
+    labels: Tensor,
+    temperature: float,
+    logits_limit: int = CHUNK_ELEMENTS,
+    mask: SamplingMask | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of `labels` [m], entropy [m] and whether it is the mode [m], from `hidden` [m, d]."""
+    """Log-probability of `labels` [m], entropy [m] and whether it is the mode [m], from `hidden` [m, d].
+
+    With `mask`, under the distribution that is renormalised over what each of the m tokens could have been.
+    """
     if len(labels) * policy.config.vocab_size > logits_limit:
         weight: Tensor = policy.head.weight  # pyright: ignore[reportAssignmentType]
-        return linear_logprobs(hidden, weight, labels, temperature=temperature, limit=logits_limit)
-    distribution = (policy.logits(hidden) / temperature).log_softmax(-1)
+        return linear_logprobs(
+            hidden,
+            weight,
+            labels,
+            temperature=temperature,
+            mask=mask,
+            exact=policy.exact,
+            limit=logits_limit,
+        )
+    distribution = truncated_logprobs(policy.logits(hidden) / temperature, mask)
     logprobs = distribution.gather(-1, labels[:, None])[:, 0]
-    entropy = -(distribution.exp() * distribution).sum(-1)
-    return logprobs, entropy, distribution.detach().argmax(-1) == labels
+    return logprobs, entropy_of(distribution), distribution.detach().argmax(-1) == labels
 
 
 def _scatter(values: Tensor, positions: Tensor, length: int) -> Tensor:

@@ -52,6 +52,7 @@ class Learner:
         """Switches to RL: the cache's quantisation is simulated from here on, with a new optimiser."""
         build.use_threads(self._config.launcher.trainer_threads)
         self.policy.fake_quant = self._config.trainer.fake_quant
+        self.policy.exact = self._config.model.exact
         self.rl = RLTrainer(self.policy, self._config.trainer, self._config.algorithm)
 
     def step(self, batch: Batch) -> dict[str, float]:

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,9 @@ def require_at_least(settings: object, least: float, *names: str) -> None:
         value = getattr(settings, name)
         if not least <= value < math.inf:
             raise OptimizerError(f"{name}={value}: set it to {least:g} or more")
+
+
+Part = Literal["backbone", "drafter"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,11 +98,11 @@ class OptimizerConfig:
 
 
 class Optimizer:
-    """Muon and AdamW over the trainable parameters of a policy."""
+    """Muon and AdamW over the trainable parameters of a policy: those of its drafter, or all others."""
 
-    def __init__(self, policy: Policy, config: OptimizerConfig) -> None:
+    def __init__(self, policy: Policy, config: OptimizerConfig, part: Part = "backbone") -> None:
         self.config = config
-        self.parameters = _trainable(policy, config.frozen)
+        self.parameters = _trainable(policy, config.frozen, part)
         by_muon = config.muon_learning_rate is not None
         matrices = {n: p for n, p in self.parameters.items() if by_muon and is_matrix(n, p)}
         self._views = {name: _stacked(name, p, policy, config.head_wise) for name, p in matrices.items()}
@@ -216,8 +219,9 @@ def is_matrix(name: str, parameter: Tensor) -> bool:
     return parameter.ndim >= 2 and not any(re.search(pattern, name) for pattern in _ADAMW_PATTERNS)
 
 
-def _trainable(policy: Policy, frozen: tuple[str, ...]) -> dict[str, nn.Parameter]:
-    named = dict(policy.named_parameters())
+def _trainable(policy: Policy, frozen: tuple[str, ...], part: Part) -> dict[str, nn.Parameter]:
+    drafter = part == "drafter"
+    named = {n: p for n, p in policy.named_parameters() if n.startswith("mtp.") == drafter}
     for pattern in frozen:
         if not any(re.search(pattern, name) for name in named):
             raise OptimizerError(

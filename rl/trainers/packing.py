@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from model.batch import floors_from_starts
+from model.choices import Choices, SamplingMask
 from rl.trainers.data import Sample
 
 
@@ -26,6 +28,10 @@ class MicroBatch:
         versions: int64 [T].
         segment_ids: int64 [T], which of the N samples a token belongs to.
         indices: which samples of the batch these are, [N].
+        choices: what to choose for the T tokens; None: all is free.
+        sampling_mask: what the T tokens could have been; None: anything.
+        window_floors: int64 [T, 2], positions of its sample before which a token sees no window keys, in the
+            encoder and the decoder; None: no sampler lost a window.
     """
 
     token_ids: Tensor
@@ -36,6 +42,9 @@ class MicroBatch:
     versions: Tensor
     segment_ids: Tensor
     indices: tuple[int, ...]
+    choices: Choices | None = None
+    sampling_mask: SamplingMask | None = None
+    window_floors: Tensor | None = None
 
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -96,6 +105,8 @@ def _collate(samples: Sequence[Sample], indices: tuple[int, ...], device: torch.
         joined = np.concatenate([getattr(sample, name) for sample in samples])
         return torch.from_numpy(joined).to(device=device, dtype=dtype)
 
+    choices = Choices.join([sample.choices for sample in samples], lengths.tolist())
+    mask, floors = _sampling_mask(samples), _window_floors(samples)
     return MicroBatch(
         token_ids=column("token_ids", torch.int64),
         cu_seqlens=torch.from_numpy(np.concatenate([[0], lengths.cumsum()])).to(device),
@@ -105,4 +116,19 @@ def _collate(samples: Sequence[Sample], indices: tuple[int, ...], device: torch.
         versions=column("policy_version", torch.int64),
         segment_ids=torch.from_numpy(np.repeat(np.arange(len(samples)), lengths)).to(device),
         indices=indices,
+        choices=None if choices is None else choices.to(device),
+        sampling_mask=None if mask is None else mask.to(device),
+        window_floors=None if floors is None else floors.to(device),
     )
+
+
+def _sampling_mask(samples: Sequence[Sample]) -> SamplingMask | None:
+    if all(sample.sampling_mask is None for sample in samples):
+        return None
+    return SamplingMask.join([sample.sampling_mask or SamplingMask.none(len(sample)) for sample in samples])
+
+
+def _window_floors(samples: Sequence[Sample]) -> Tensor | None:
+    if all(start == (0, 0) for sample in samples for start in sample.replay_starts):
+        return None
+    return torch.cat([floors_from_starts(len(sample), sample.replay_starts) for sample in samples])

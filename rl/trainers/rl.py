@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from envs.types import Group
+from model.diagnostics.scales import ScaleMonitor
 from model.policy import Policy
 from rl.algorithms import AlgorithmConfig, LossInputs, objective
 from rl.trainers.base import Trainer
 from rl.trainers.batch import Batch, build_batch
+from rl.trainers.draft import DraftConfig
 from rl.trainers.forward import TokenOutputs, token_outputs
 from rl.trainers.measure import Measures
 from rl.trainers.optim import OptimizerConfig, require_at_least
@@ -38,6 +40,8 @@ class RLConfig:
         fake_quant: whether keys are rounded as the sampler's caches store them.
         balance_coef: weight of the sequence-level balance loss.
         indexer_coef: weight of the indexers' KL loss; 0 leaves the indexers untrained.
+        draft: training of the drafter beside it.
+        scales_every: steps between counts of block scales at their limits (`quant/train/...`); 0: never.
     """
 
     steps: int = 200
@@ -48,9 +52,11 @@ class RLConfig:
     fake_quant: bool = True
     balance_coef: float = 0.0
     indexer_coef: float = 0.0
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    scales_every: int = 10
 
     def __post_init__(self) -> None:
-        require_at_least(self, 0, "steps", "balance_coef", "indexer_coef")
+        require_at_least(self, 0, "steps", "balance_coef", "indexer_coef", "scales_every")
         require_at_least(self, 1, "token_budget")
         if self.max_tokens is not None:
             require_at_least(self, 2, "max_tokens")
@@ -82,6 +88,7 @@ class RLTrainer(Trainer):
             temperature=config.temperature,
             balance_coef=config.balance_coef,
             indexer_coef=config.indexer_coef,
+            draft=config.draft,
         )
         if algorithm.needs_reference != (reference is not None):
             raise ValueError(
@@ -115,14 +122,24 @@ class RLTrainer(Trainer):
         )
         measures = Measures()
         updated: dict[str, float] = {}
+        scales: dict[str, float] = {}
         if batch.samples:
             self.policy.fake_quant = self.fake_quant
-            updated = self.update(self._accumulate(batch, measures))
+            load, scales = self._accumulate_and_count(batch, measures)
+            updated = self.update(load)
         self.steps += 1
         self.version = self.steps
         metrics = {**_dropped(batch.dropped), **measures.summary(), **updated, **batch.statistics()}
         metrics["updates"] = float(bool(batch.samples))
-        return {f"train/{name}": value for name, value in metrics.items()}
+        drafted = {f"draft/{name}": value for name, value in self.update_drafter().items()}
+        return {f"train/{name}": value for name, value in metrics.items()} | scales | drafted
+
+    def _accumulate_and_count(self, batch: Batch, measures: Measures) -> tuple[Tensor, dict[str, float]]:
+        """`_accumulate`, and in every `scales_every`-th step what the forward passes rounded."""
+        if not self.config.scales_every or self.steps % self.config.scales_every:
+            return self._accumulate(batch, measures), {}
+        with ScaleMonitor(self.policy) as monitor:
+            return self._accumulate(batch, measures), monitor.metrics("train")
 
     def _accumulate(self, batch: Batch, measures: Measures) -> Tensor:
         """Adds up the gradients over the micro-batches; returns the expert load."""
@@ -133,16 +150,20 @@ class RLTrainer(Trainer):
         for micro in micro_batches(samples, self.token_budget, device):
             members = [samples[i] for i in micro.indices]
             outputs = token_outputs(
-                self.policy, micro, temperature=self.temperature, indexer_loss=self.indexer_loss
+                self.policy,
+                micro,
+                temperature=self.temperature,
+                indexer_loss=self.indexer_loss,
+                features=self.drafting is not None,
             )
             inputs = self._inputs(micro, outputs)
             self.require_finite(inputs.masked(inputs.sampler_logprobs), members, "sampler's log-probability")
             part = objective(self.algorithm, inputs, weights[list(micro.indices)])
             self.require_finite(part.loss.detach(), members, "loss")
-            extra = self.auxiliary_loss(
-                outputs.aux, len(members) / len(samples), len(micro.token_ids) / tokens
-            )
+            share = len(micro.token_ids) / tokens
+            extra = self.auxiliary_loss(outputs.aux, len(members) / len(samples), share)
             (part.loss + extra).backward()
+            self.teach_drafter(micro, outputs, share)
             measures.add(inputs, part, batch.fresh[list(micro.indices)])
             load = load + outputs.aux.expert_load.detach()
         return load

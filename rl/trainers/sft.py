@@ -12,6 +12,7 @@ from model.layers.indexer_loss import Variant
 from model.policy import Policy
 from rl.trainers.base import Trainer
 from rl.trainers.data import Sample
+from rl.trainers.draft import DraftConfig
 from rl.trainers.forward import token_outputs
 from rl.trainers.optim import OptimizerConfig, require_at_least
 from rl.trainers.packing import micro_batches
@@ -37,6 +38,7 @@ class SFTConfig:
         indexer_coef: weight of the indexers' KL loss; 0 leaves the indexers untrained.
         indexer_over: what that loss ranks: each token's own selection (`sparse`), or all it could select
             (`dense`), from which an untrained indexer learns what it misses.
+        draft: training of the drafter beside it.
     """
 
     steps: int = 250
@@ -46,6 +48,7 @@ class SFTConfig:
     fake_quant: bool = False
     balance_coef: float = 0.0
     indexer_coef: float = 0.0
+    draft: DraftConfig = field(default_factory=DraftConfig)
     indexer_over: Variant = "sparse"
 
     def __post_init__(self) -> None:
@@ -67,6 +70,7 @@ class SFTTrainer(Trainer):
             fake_quant=config.fake_quant,
             balance_coef=config.balance_coef,
             indexer_coef=config.indexer_coef,
+            draft=config.draft,
             indexer_over=config.indexer_over,
         )
         self.config = config
@@ -86,12 +90,18 @@ class SFTTrainer(Trainer):
         loss_sum, correct = torch.zeros((), device=device), torch.zeros((), device=device)
         load, indexer = torch.zeros((), device=device), torch.zeros((), device=device)
         for batch in micro_batches(samples, self.token_budget, device):
-            outputs = token_outputs(self.policy, batch, indexer_loss=self.indexer_loss)
+            outputs = token_outputs(
+                self.policy,
+                batch,
+                indexer_loss=self.indexer_loss,
+                features=self.drafting is not None,
+            )
             loss = -outputs.logprobs.sum() / trained
             self.require_finite(loss.detach(), [samples[i] for i in batch.indices], "loss")
             share = len(batch.token_ids) / total
             extra = self.auxiliary_loss(outputs.aux, len(batch.indices) / len(samples), share)
             (loss + extra).backward()
+            self.teach_drafter(batch, outputs, share)
             loss_sum, correct = loss_sum + loss.detach(), correct + outputs.correct.sum()
             load = load + outputs.aux.expert_load.detach()
             if outputs.aux.indexer_loss is not None:
@@ -102,6 +112,7 @@ class SFTTrainer(Trainer):
         metrics |= {"tokens": float(total), "tokens.trained": float(trained)}
         if self.indexer_coef:
             metrics["indexer"] = indexer.item()
+        metrics |= {f"draft.{name}": value for name, value in self.update_drafter().items()}
         return {f"sft/{name}": value for name, value in metrics.items()}
 
     @torch.no_grad()

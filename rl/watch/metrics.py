@@ -19,8 +19,10 @@ FAMILIES: Mapping[str, str] = {
     "train": "optimiser steps of reinforcement",
     "rollout": "version of the weights that the batch was trained on",
     "eval": "version of the weights that were evaluated",
+    "draft": "optimiser steps of reinforcement, beside which the drafter is trained",
     "opd": "optimiser steps of distillation",
     "sys": "optimiser steps of reinforcement",
+    "quant": "optimiser steps of reinforcement",
 }
 
 

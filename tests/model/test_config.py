@@ -37,7 +37,7 @@ def test_official_schedule():
 
 
 def test_an_unknown_preset_names_the_known_ones():
-    with pytest.raises(ValueError, match="nano, pico, official"):
+    with pytest.raises(ValueError, match="nano, nano_draft, pico, official"):
         PolicyConfig.preset("giant")
 
 

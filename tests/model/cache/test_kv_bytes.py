@@ -4,8 +4,12 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from benchmarks import kv_bytes
+from model.cache.page_keys import Fingerprint
+from model.cache.policy_cache import PolicyCache
+from model.cache.prefix import PrefixStore, PrefixTiers
 from model.config import PolicyConfig
 
 
@@ -40,5 +44,36 @@ def test_it_follows_the_widths(head_dim, index_dim):
     assert sizes.main_per_token == 2.5 * (head_dim // 2 + head_dim // 16)
     assert sizes.index_per_token == 2.5 * (index_dim // 2 + index_dim // 32)
     assert sizes.window == 40 * 128 * (head_dim + head_dim // 32)
-    assert sizes.encoder_window * 2 == sizes.window
     assert sizes.open_groups == 3 * 2 * 2 * head_dim * 4
+
+
+def test_hits_fetch_what_the_store_has_and_run_the_rest_again(monkeypatch, capsys):
+    lines = [line.split() for line in run(monkeypatch, capsys) if line.split()[0] == "65536"]
+    assert all(line[-1] in ("0", "128", "65536") for line in lines[1:])
+    hits = {(line[1], line[2]): [int(number) for number in line[3:]] for line in lines[1:]}
+    keys = 65536 // 64 * (64 * 890 + 80)
+    tail = 40 * 128 * 528 + 3 * 2 * 1024 * 4 + 3 * 8 + 80
+    assert hits == {
+        ("accelerator", "host"): [tail, 0, 0],
+        ("accelerator", "lost"): [0, 0, 128],
+        ("host", "host"): [keys + tail, 0, 0],
+        ("host", "lost"): [keys, 0, 128],
+        ("disk", "host"): [tail, keys, 0],
+        ("disk", "lost"): [0, keys, 128],
+        ("none", "lost"): [0, 0, 65536],
+    }
+
+
+def test_the_store_writes_what_the_tables_say(memory_folder):
+    config = PolicyConfig.preset("nano")
+    sizes = kv_bytes.measure(config)
+    cache = PolicyCache(config, 1, 200, torch.float32, torch.device("cpu"), "packed", slack=0)
+    tiers = PrefixTiers(host_folder=memory_folder, host_bytes=1 << 20, memory_bytes=1 << 24)
+    fingerprint = Fingerprint.of(config, model="run", version=0, tokenizer="t", numerics={})
+    store = PrefixStore(fingerprint, tiers, config=config, replay="bounded")
+    slot = cache.allocate()
+    cache.advance([slot], cache.make_room([slot], [150]))
+    store.save(cache, slot, [1] * 150)
+    assert store.stats().host.nbytes == sizes.pages(150)
+    # A tail also names its tensors.
+    assert 0 < store.stats().windows.nbytes - sizes.tail(150) < 600

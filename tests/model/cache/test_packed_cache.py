@@ -141,5 +141,5 @@ def test_bytes_follow_the_widths():
         1: 3 * 32 * 17,
         3: 3 * 64 * 17,
     }
-    assert cache.windows.nbytes == 6 * 2 * 16 * 33
+    assert cache.windows.nbytes == 6 * 2 * (16 + 8) * 33
     assert isinstance(Policy(config).new_cache(2, 64), PolicyCache)

@@ -9,7 +9,7 @@ from model.cache.pages import NULL_PAGE, PageTable
 from model.cache.policy_cache import CacheFull, PolicyCache
 from model.config import PolicyConfig
 from model.quant.blocks import round_index, round_main
-from model.rows import CacheTarget, Rows
+from model.rows import Rows
 
 SLOTS, PER_SLOT, PAGES, PAGE_TOKENS = 8, 6, 20, 4
 
@@ -135,15 +135,15 @@ def _append(cache, config, layer, expected, draw):
     slot, count = draw.choice(list(expected)), draw.choice([1, 2, 30, 64])
     start = cache.length(slot)
     try:
-        cache.make_room([slot], [count])
+        spans = cache.make_room([slot], [count])
     except CacheFull:
         assert cache.length(slot) == start
         return
-    target = CacheTarget(torch.tensor([slot]), cache.max_tokens)
+    target = cache.target(torch.tensor([slot]))
     plan = Rows([start], [count], [0], count, 16, torch.device("cpu"), target).groups(1)
     main, index = torch.randn(1, count, config.head_dim), torch.randn(1, count, config.index_head_dim)
     cache.main[layer].append(plan, main, main)
     cache.index_keys[layer].append(plan, index, index)
-    cache.advance([slot], [count])
+    cache.advance([slot], spans)
     held = expected[slot]
     expected[slot] = (torch.cat([held[0], round_main(main[0])]), torch.cat([held[1], round_index(index[0])]))

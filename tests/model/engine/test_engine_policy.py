@@ -4,20 +4,13 @@ import numpy as np
 import pytest
 import torch
 
+from model.batch import floors_from_starts
 from model.config import PolicyConfig
 from model.engine.engine import Engine
 from model.engine.errors import NonFiniteLogitsError
 from model.engine.requests import Request
 from model.engine.sampler import SamplingParams
 from model.policy import PackedTokens, Policy
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -47,11 +40,15 @@ def run(engine, batch):
     return [ended[i].turn for i in ids]
 
 
-def forward_logprobs(policy, request, turn):
-    """Log-probabilities [n] of a turn's tokens from one training forward over the whole sequence."""
+def forward_logprobs(policy, request, turn, earlier=()):
+    """Log-probabilities [n] of a turn's tokens from one training forward over the whole sequence.
+
+    Its windows start where the turn, and the `earlier` ones, say.
+    """
     ids = torch.tensor([*request.token_ids, *turn.token_ids.tolist()])
     with torch.no_grad():
-        hidden = policy(PackedTokens(ids, torch.tensor([0, len(ids)]))).hidden
+        floors = floors_from_starts(len(ids), [*earlier, *turn.replay_starts])
+        hidden = policy(PackedTokens(ids, torch.tensor([0, len(ids)]), window_floors=floors)).hidden
         logprobs = torch.log_softmax(policy.logits(hidden), dim=-1)
     start = len(request.token_ids)
     return logprobs[torch.arange(start - 1, len(ids) - 1), ids[start:]].numpy()
@@ -159,3 +156,32 @@ def test_weights_with_nan_fail_the_requests_and_good_weights_serve_again(policy)
     engine.load_state(good, 2)
     for turn, other in zip(run(engine, batch), expected, strict=True):
         assert turn.token_ids.tolist() == other.token_ids.tolist()
+
+
+def test_one_row_of_nan_fails_those_that_read_it_and_the_others_go_on(policy):
+    policy.embed.weight.data[5] = torch.nan
+    engine = Engine(policy, max_requests=4, max_tokens=64)
+    sampling = SamplingParams(max_tokens=6, stop_ids=frozenset())
+    clean = [Request(f"s{i}", [i + 6] * 5, sampling) for i in range(3)]
+    poisoned = Request("poisoned", [9, 5, 9], sampling)
+    ids = [engine.submit(request) for request in (*clean, poisoned)]
+    ended = {}
+    while engine.has_work:
+        ended |= {finished.request_id: finished for finished in engine.step().finished}
+    assert isinstance(ended[ids[3]].error, NonFiniteLogitsError)
+    for request, request_id in zip(clean, ids, strict=False):
+        turn = ended[request_id].turn
+        if 5 in turn.token_ids.tolist():
+            continue  # it sampled the poison itself
+        np.testing.assert_allclose(turn.logprobs, forward_logprobs(policy, request, turn), atol=1e-4)
+
+
+def test_unknown_options_are_refused(policy):
+    with pytest.raises(TypeError, match="cash"):
+        Engine(policy, max_requests=1, max_tokens=8, cash=1)  # pyright: ignore
+    with pytest.raises(ValueError, match="unknown cache storage"):
+        Engine(policy, max_requests=1, max_tokens=8, storage="paper")  # pyright: ignore
+    with pytest.raises(ValueError, match="belong to packed storage"):
+        Engine(policy, max_requests=1, max_tokens=8, storage="dense", pages=4)
+    with pytest.raises(ValueError, match="needs fake_quant"):
+        Engine(policy, max_requests=1, max_tokens=8, storage="packed")

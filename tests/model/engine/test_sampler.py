@@ -142,3 +142,30 @@ def test_an_id_of_probability_zero_is_never_drawn():
     logits[:, 7] = 0.0
     drawn = sample(logits, columns(4096), np.arange(4096))
     assert set(drawn.token_ids.tolist()) == {7}
+
+
+def test_truncated_rows_say_what_they_could_have_been():
+    params = [
+        {"top_k": 3},
+        {},
+        {"top_p": 0.7, "temperature": 1.5},
+        {"temperature": 0.0, "top_k": 2},
+        {"top_k": 100},
+    ]
+    rows = SamplingColumns.empty(len(params))
+    for row, options in enumerate(params):
+        rows.set(row, SamplingParams(seed=row, **options))
+    drawn = sample(LOGITS.repeat(len(params), 1), rows, np.arange(len(params)))
+    kept = drawn.kept.allowed(8)
+    for row, options in enumerate(params):
+        greedy = options.get("temperature") == 0
+        expected = np.ones(8, bool) if greedy else truncated(LOGITS, **options) > 0
+        assert kept[row].tolist() == expected.tolist()
+    assert drawn.kept.offsets.diff().tolist() == [3, 0, int(kept[2].sum()), 0, 0]
+    picked = drawn.take(np.array([False, False, True, True, False]))
+    assert torch.equal(picked.kept.allowed(8), kept[2:4])
+    assert picked.token_ids.tolist() == drawn.token_ids[2:4].tolist()
+
+
+def test_rows_that_keep_everything_have_no_mask():
+    assert draw(LOGITS, 3, temperature=0.7).kept is None

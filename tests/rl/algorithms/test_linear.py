@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from model.choices import SamplingMask
 from rl.algorithms.linear import linear_logprobs, linear_reverse_kl
 from rl.algorithms.opd import reverse_kl, sampled_advantages
 
@@ -37,6 +38,46 @@ def test_logprobs_and_entropy(seed, rows, temperature, limit):
     size = 1 + scale.norm() + 2 * entropy.norm()
     for a, b, factor in zip(ours, theirs, (weight, hidden), strict=True):
         assert (a - b).norm() <= 1e-5 * b.norm() + rounding(factor, size)
+
+
+@given(st.integers(0, 999), st.integers(1, 33), st.sampled_from([0.5, 1.7]), st.integers(1, 400))
+def test_logprobs_and_entropy_under_a_sampling_mask(seed, rows, temperature, limit):
+    (hidden, weight, _, _), labels = leaves(seed, rows)
+    allowed = torch.rand(rows, 11, generator=torch.Generator().manual_seed(seed)) < 0.4
+    allowed[torch.arange(rows), labels] = True
+    allowed[::5] = True
+    mask = SamplingMask.of_allowed(allowed)
+    logprobs, entropy, correct = linear_logprobs(
+        hidden, weight, labels, temperature=temperature, mask=mask, limit=limit
+    )
+    scale = torch.linspace(0.5, 2, rows)
+    ours = torch.autograd.grad((scale * logprobs).sum() + entropy.square().sum(), (hidden, weight))
+    plain, entropies = [], []
+    for row in range(rows):
+        kept = allowed[row].nonzero()[:, 0]
+        own = (hidden[row] @ weight[kept].T / temperature).log_softmax(-1)
+        plain.append(own[kept == labels[row]][0])
+        entropies.append(-(own.exp() * own).sum())
+        assert bool(correct[row]) == (kept[own.argmax()] == labels[row])
+    torch.testing.assert_close(logprobs, torch.stack(plain))
+    torch.testing.assert_close(entropy, torch.stack(entropies))
+    theirs = torch.autograd.grad(
+        (scale * torch.stack(plain)).sum() + torch.stack(entropies).square().sum(), (hidden, weight)
+    )
+    size = 1 + scale.norm() + 2 * entropy.norm()
+    for a, b, factor in zip(ours, theirs, (weight, hidden), strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm() + rounding(factor, size)
+
+
+def test_exact_logprobs_do_not_depend_on_the_other_rows():
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(70, 64, generator=generator), torch.randn(64, 64, generator=generator)
+    labels = torch.randint(0, 64, (70,), generator=generator)
+    whole, _, _ = linear_logprobs(hidden, weight, labels, exact=True)
+    for part in (slice(0, 1), slice(3, 10), slice(40, 70)):
+        for limit in (64, 64 * 7, 64 * 100):
+            some, _, _ = linear_logprobs(hidden[part], weight, labels[part], exact=True, limit=limit)
+            assert torch.equal(some, whole[part])
 
 
 @given(st.integers(0, 999), st.integers(1, 33), st.sampled_from([0.5, 1.0, 1.7]), st.integers(1, 400))

@@ -8,10 +8,12 @@ import torch
 
 from envs.types import FinishReason
 from model.config import PolicyConfig
+from model.engine.columns import ContextState
 from model.engine.errors import ContextOverflowError, EmptyPromptError, NonFiniteLogitsError, StateError
 from model.engine.sampler import SamplingParams
+from model.engine.speculative import Speculation
 from model.policy import Policy
-from rl.engines.base import Completion, Engine, EngineError, GenerateRequest
+from rl.engines.base import Completion, Engine, EngineError, GenerateRequest, StepFrame
 from rl.engines.native import EngineClosedError, NativeEngine
 
 
@@ -78,6 +80,23 @@ async def test_concurrent_requests_get_what_each_gets_alone(engine):
     assert stats["generated_tokens"] == 2 * 8 * 12
     assert stats["running"] == stats["waiting"] == 0
     assert stats["busy_seconds"] > 0 and 12 <= stats["steps"] <= 2 * 8 * 13
+
+
+@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+async def test_with_drafts_frames_hold_several_tokens_of_a_session_in_order(rule):
+    policy, frames = Policy(PolicyConfig.preset("nano_draft")), []
+    policy.reset_parameters(1)
+    speculate = Speculation(rule=rule, length=5)
+    engine = NativeEngine(policy, max_requests=4, max_tokens=64, on_step=frames.append, speculate=speculate)
+    requests = [request(f"s{i}", range(1, 2 + i), seed=i, temperature=0.0) for i in range(4)]
+    done = await asyncio.gather(*(engine.generate(r) for r in requests))
+    for one, completion in zip(requests, done, strict=True):
+        own = [(frame, k) for frame in frames for k, s in enumerate(frame.sessions) if s == one.session]
+        assert tuple(int(frame.token_ids[k]) for frame, k in own) == completion.token_ids
+        assert tuple(float(frame.logprobs[k]) for frame, k in own) == completion.logprobs
+    stats = engine.stats()
+    assert 0 < stats["drafts.accepted"] <= stats["drafts.checked"] and stats["drafts.steps"] < 4 * 12
+    await engine.close()
 
 
 async def test_frames_come_in_the_engines_thread_and_before_the_tokens():
@@ -300,3 +319,46 @@ def test_an_engine_whose_event_loop_is_gone_ends():
     assert engine_threads() == []
     with pytest.raises(EngineError, match="one event loop"):
         asyncio.run(engine.generate(request()))
+
+
+async def test_a_completion_says_how_its_tokens_were_sampled():
+    frames: list[StepFrame] = []
+    engine = NativeEngine(
+        make_policy(), max_requests=2, max_tokens=64, capture=True, replay="bounded", on_step=frames.append
+    )
+    completion = await engine.generate(request(prompt=range(30), max_tokens=4, top_k=3))
+    assert completion.replay_starts == ((0, 14),)
+    assert completion.states == (ContextState.OWN,) * 4
+    assert completion.expert_ids is not None and completion.sampling_mask is not None
+    assert completion.expert_ids.start == 0 and len(completion.expert_ids.ids) == 33
+    assert len(completion.sampling_mask) == 4 and completion.sampling_mask.ids.numel() == 12
+    assert all(own > full for own, full in zip(completion.logprobs, completion.full_logprobs, strict=True))
+    inputs = [frame.expert_ids[0] for frame in frames if frame.expert_ids is not None]
+    assert np.array_equal(inputs, completion.expert_ids.ids[29:])
+    unknown = await engine.generate(request("stranger", range(30), turn=3, max_tokens=2))
+    assert unknown.states == (ContextState.REPLAYED,) * 2 and unknown.replay_starts == ()
+    await engine.close()
+
+
+@pytest.mark.parametrize("remove", [True, False])
+async def test_a_turn_moves_to_another_engine_and_goes_on(remove):
+    first = NativeEngine(make_policy(), max_requests=2, max_tokens=64)
+    whole = await first.generate(request("whole", max_tokens=40))
+    turn = asyncio.create_task(first.generate(request("moved", turn=2, max_tokens=40)))
+    await until(lambda: first.stats()["generated_tokens"] > 45)
+    await first.pause()
+    state = await first.export_state("moved", remove=remove)
+    await first.resume()
+    left = await turn
+    assert left.finish is (FinishReason.ABORT if remove else FinishReason.LENGTH)
+    with pytest.raises(EngineError, match="is not sampling a turn"):
+        await first.export_state("moved")
+    await first.close()
+    frames: list[StepFrame] = []
+    second = NativeEngine(make_policy(), max_requests=2, max_tokens=64, on_step=frames.append)
+    continued = await second.continue_state(state, 2)
+    await second.close()
+    assert continued.token_ids == whole.token_ids
+    np.testing.assert_allclose(continued.logprobs, whole.logprobs, atol=1e-5)
+    assert {turn for frame in frames for turn in frame.turns} == {2}
+    assert sum(frame.token_ids.size for frame in frames) < 40

@@ -94,10 +94,22 @@ def test_all_problems_are_told_at_once():
         (["effort.levels=[0]"], "from 1 to 100"),
         (["effort.levels=[]"], "at least one"),
         (["rollout.staleness=-1"], "rollout.staleness"),
+        (["engine.speculate=rejection"], "nano_draft"),
+        (["engine.pages=4"], "engine.storage=packed"),
+        (["engine.storage=packed", "trainer.fake_quant=false"], "trainer.fake_quant=true"),
+        (["engine.replay=some"], "engine.replay"),
+        (["engine.cash=1"], "engine.cash"),
+        (["trainer.draft.anchors=64"], "nano_draft"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_with_what_to_change(overrides: list[str], words: str):
     assert words in "\n".join(problems("experiment=calc", *overrides))
+
+
+def test_a_model_with_a_drafter_may_draft_and_train_it():
+    drafting = ["engine.speculate=coupled", "engine.draft_length=3", "sft.draft.anchors=64"]
+    config = load_config(["experiment=calc", "model=nano_draft", *drafting])
+    assert (config.engine.draft_length, config.sft.draft.anchors) == (3, 64)
 
 
 def test_shared_settings_are_written_once():

@@ -63,6 +63,7 @@ turns = st.builds(
     messages,
     several,
     text,
+    st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), max_size=2).map(tuple),
 )
 keys = st.builds(TrajectoryKey, text, st.integers(1, 100), text, *[st.integers(0, 99)] * 3)
 scores = st.builds(Score, real, st.dictionaries(text, real, max_size=2)) | st.builds(

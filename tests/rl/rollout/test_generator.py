@@ -11,6 +11,7 @@ import envs.scaffolds
 import rewards
 from envs.types import Score, ToolCall, Trajectory
 from model.config import PolicyConfig
+from model.diagnostics.scales import ScaleMonitor
 from model.policy import Policy
 from rl.engines.native import NativeEngine
 from rl.rollout.assignment import Purpose
@@ -22,6 +23,7 @@ from rl.rollout.resume import plan_resume, sample_id
 from rl.rollout.sandboxes import FleetSandboxes, Sandboxes
 from rl.rollout.wal import TokenLog
 from rl.rollout.worker import Worker
+from rl.watch.metrics import split_families
 from rl.weights import WeightSnapshot
 from sandbox.client import Fleet
 from tests.rl.rollout.killable_run import SIZE, assignment
@@ -89,6 +91,37 @@ async def test_dispatch_rollout_and_buffer_turn_in_one_plain_loop(tmp_path: Path
     assert (account.trained, account.filtered, account.failed) == (32, {}, {})
     assert boxes.out == 0
     assert buffer.counts["all_good"] >= 8
+
+
+async def test_stats_hold_what_the_engine_rounded_since_the_last_call(tmp_path: Path) -> None:
+    policy = Policy(PolicyConfig.preset("pico"))
+    policy.fake_quant = True
+    log = TokenLog(tmp_path)
+    engine = NativeEngine(policy, max_requests=4, max_tokens=64, on_step=log.on_step)
+    worker = Worker(
+        envs.registry.load("calc"),
+        envs.scaffolds.load("tools"),
+        engine,
+        CHAT,
+        Boxes(),
+        rewards.load("exact"),
+        log,
+        CONFIG,
+    )
+    with ScaleMonitor(policy, every=2) as scales:
+        generator = Generator({("calc", "tools"): worker}, engine, log, CONFIG, scales)
+        assert not any(name.startswith("quant/") for name in await generator.stats())
+        await generator.submit([assignment(sample) for sample in Dispatcher(CONFIG, plan).start()])
+        await collect(generator, 2)
+        stats = await generator.stats()
+        await generator.close()
+    assert stats["quant/rollout/window.nonfinite"] == 0
+    assert "quant/rollout/layer.1.main.clipped" in stats
+    split_families(stats)
+
+
+def plan(_: int) -> GroupPlan:
+    return GroupPlan(SIZE, "calc")
 
 
 async def test_stop_is_at_a_token_boundary_and_the_next_process_goes_on(tmp_path: Path) -> None:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -81,3 +83,13 @@ def test_every_tool_round_is_a_span_of_its_own():
 def test_a_demonstration_without_an_assistant_is_refused():
     with pytest.raises(ValueError, match="no assistant turn"):
         demonstration_sample(Task("t", (Message(Role.USER, "hi"),)), [], nano_chat())
+
+
+def test_where_windows_started_anew_is_kept_over_the_turns_of_a_branch(make_turn, make_trajectory):
+    turns = [
+        replace(make_turn([1, 2, 3], [4, 5]), replay_starts=((0, 1),)),
+        replace(make_turn([6], [7]), replay_starts=((0, 4), (2, 5))),
+        make_turn([8], [9]),
+    ]
+    (sample,) = trajectory_samples(make_trajectory([turns]), 1.0)
+    assert sample.replay_starts == ((0, 1), (0, 4), (2, 5))

@@ -10,6 +10,7 @@ from rl.algorithms.advantages import NonFiniteAdvantageError
 from rl.algorithms.losses import LOSSES
 from rl.trainers import OptimizerConfig, RLConfig, RLTrainer, trajectory_samples
 from rl.trainers.base import NonFiniteLossError
+from rl.watch.metrics import split_families
 
 PROMPT, GOOD, BAD = [4, 10, 11, 20], [30, 31, 2], [32, 33, 2]
 
@@ -52,6 +53,25 @@ def test_a_step_raises_the_rewarded_answer(make_policy, sampled, make_turn, make
     assert trainer.version == trainer.steps == 1 and metrics["train/updates"] == 1
     assert metrics["train/adv.std"] == pytest.approx(0.5) and metrics["train/tokens.trained"] == 6
     assert metrics["train/grad_norm"] > 0 and metrics["train/entropy"] > 0
+
+
+def test_block_scales_are_counted_every_so_many_steps(make_policy, sampled):
+    counted = []
+    for fake_quant in (True, False):
+        trainer = RLTrainer(make_policy(), fast(scales_every=2, fake_quant=fake_quant), AlgorithmConfig())
+        metrics = [trainer.step([sampled(trainer)]) for _ in range(3)]
+        counted.append([any(name.startswith("quant/train/") for name in step) for step in metrics])
+        split_families(metrics[0])
+    assert counted == [[True, False, True], [False] * 3]
+
+
+def test_counting_scales_does_not_change_what_is_learnt(make_policy, sampled):
+    weights = []
+    for every in (0, 1):
+        trainer = RLTrainer(make_policy(), fast(scales_every=every), AlgorithmConfig())
+        trainer.step([sampled(trainer)])
+        weights.append({name: value.clone() for name, value in trainer.policy.state_dict().items()})
+    assert all(torch.equal(weights[0][name], value) for name, value in weights[1].items())
 
 
 def test_on_policy_ratios_are_one_and_mismatch_is_zero(make_policy, sampled):
