@@ -59,9 +59,11 @@ class Box:
     running: int = 0
     places: asyncio.Semaphore = field(init=False)
     pausing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    calm: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.ttl_s = self.spec.ttl_s
+        self.calm.set()
         # What does not fit beside the commands that run waits here, in order, not as a failed fork.
         self.places = asyncio.Semaphore(max(self.spec.limits.pids // _PROCESSES_A_COMMAND, 1))
         self.resident = Resident(self.started.reader, self.started.writer, self._kill)
@@ -106,6 +108,8 @@ class Box:
             UnknownOutcomeError: The command was under way when an earlier caller died.
         """
         self._check(command)
+        if not self.calm.is_set():
+            await self.calm.wait()
         perform = functools.partial(self.perform, command, body, sink)
         if self.recorder is None or command["op"] in _UNRECORDED:
             if claim.seq and command["op"] not in _UNRECORDED:
@@ -198,18 +202,22 @@ class Box:
 
     @asynccontextmanager
     async def quiet(self) -> AsyncGenerator[int]:
-        """Keeps commands out while a snapshot is taken; gives the number of the last one.
+        """Has commands wait while a snapshot is taken; gives the number of the last one.
 
         Raises:
             RefusedError: A command is running (`busy`).
         """
         if self.resident.clocks.held:
             raise RefusedError(f"sandbox {self.id} is paused: resume it first", "paused")
-        if self.running:
+        if self.running or not self.calm.is_set():
             raise RefusedError(
                 f"{self.running} commands run in sandbox {self.id}: wait for their end", "busy"
             )
-        yield self.recorder.journal.last if self.recorder else 0
+        self.calm.clear()
+        try:
+            yield self.recorder.journal.last if self.recorder else 0
+        finally:
+            self.calm.set()
 
     async def close(self) -> None:
         """Ends the sandbox with everything in it; returns when it is gone."""

@@ -22,7 +22,17 @@ import select
 import struct
 import sys
 import time
-from _socket import AF_UNIX, SCM_RIGHTS, SHUT_WR, SOCK_SEQPACKET, SOL_SOCKET, socket, socketpair
+from _socket import (
+    AF_UNIX,
+    MSG_DONTWAIT,
+    MSG_PEEK,
+    SCM_RIGHTS,
+    SHUT_WR,
+    SOCK_SEQPACKET,
+    SOL_SOCKET,
+    socket,
+    socketpair,
+)
 
 from . import small_json
 from .command import Command, Launched
@@ -249,7 +259,7 @@ class Agent:
     def start(self, header: Header, stdin: bytes) -> None:
         """Starts a command, the job ahead of its input, in the one that waits if that is as it needs."""
         brief = header["op"] == "python"
-        if brief in self.spares and not header.get("user") and not header.get("state"):
+        if self.waits(brief) and not header.get("user") and not header.get("state"):
             launched = self.spares.pop(brief)
         else:
             launched = self.launch(self.slots.pop() if brief else 0, header)
@@ -276,6 +286,16 @@ class Agent:
         for fd in (in_w, out_r, err_r, *([extra] if extra >= 0 else [])):
             os.set_blocking(fd, False)
         return Launched((in_w, out_r, err_r), ours, slot, extra)
+
+    def waits(self, brief: bool) -> bool:
+        """Whether a command of a kind waits; one that was killed meanwhile is let go of."""
+        if brief in self.spares:
+            try:
+                self.spares[brief].keeper.recv(1, MSG_PEEK | MSG_DONTWAIT)
+            except BlockingIOError:
+                return True
+            self.discard(brief)
+        return False
 
     def refill(self, brief: bool) -> None:
         """Keeps one command of a kind waiting: its forks are then not what the next caller waits for."""
@@ -328,6 +348,7 @@ class Agent:
         """Answers for a command that did not start; for want of room, the background is ended first."""
         give_up = command.header.setdefault("give_up", time.monotonic() + RETRY_S)
         if command.failure == errno.EAGAIN and time.monotonic() < give_up:
+            self.dismiss()
             for keeper in self.background.values():
                 keeper.shutdown(SHUT_WR)
             self.deferred.append(command)

@@ -51,12 +51,13 @@ def become_command(streams: list[int], uid: int | None, brief: bool, config: Hea
             os.setresgid(uid, uid, uid)
             os.setresuid(uid, uid, uid)
             _libc.capset(struct.pack("II", CAPABILITY_VERSION, 0), bytes(24))
-        _libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
         if brief:
             open_streams()
             run_source(b"print('', end='')")  # copies pages before the job is there and its caller waits
             perform(small_json.loads('{"op": "nothing", "cwd": "/"}'))
-        code = perform(small_json.loads(read_exactly(JOB.unpack(read_exactly(JOB.size))[0])))
+        job = small_json.loads(read_exactly(JOB.unpack(read_exactly(JOB.size))[0]))
+        _libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # not before: others of its user cannot reach one that waits
+        code = perform(job)
     except BaseException as error:
         os.write(2, (type(error).__name__ + ": " + str(error) + "\n").encode())
     finally:

@@ -294,3 +294,49 @@ async def test_old_journals_are_swept(own: Path) -> None:
     os.utime(folder / "old", (1e9, 1e9))
     async with await connect(own):
         await until(lambda: {path.name for path in folder.iterdir()} == {"fresh"})
+
+
+async def test_a_snapshot_and_the_tail_after_it_are_enough(own: Path) -> None:
+    body = f"""
+    await box.exec({COUNT!r})
+    await box.start("sleep 77")
+    await box.snapshot()
+    await box.exec({COUNT!r})
+    """
+    box_id, node = await crash(own, body)
+    os.kill(node, signal.SIGKILL)
+    async with await connect(own) as fleet:
+        box = await fleet.attach(box_id, replay=True)
+        assert (box.generation, box.replayed) == (2, 1)
+        assert (await box.exec(COUNT)).stdout == b"1\n"
+        assert (await box.start("sleep 77")).number == 1
+        assert (await box.exec(COUNT)).stdout == b"2\n"
+        assert (await box.exec(COUNT)).stdout == b"3\n"
+        assert (await box.start("true")).number == 2
+
+
+async def test_a_fork_attaches_by_itself(own: Path) -> None:
+    async with await connect(own) as fleet:
+        box = await fleet.create(SMALL)
+        await box.exec(COUNT)
+        (child,) = await box.fork()
+        await child.exec(COUNT)
+        os.kill(fleet.node_pid, signal.SIGKILL)
+    async with await connect(own) as fleet:
+        again = await fleet.attach(child.id, replay=True)
+        assert again.replayed == 2
+        assert [(await again.exec(COUNT)).stdout for _ in range(3)] == [b"1\n", b"2\n", b"3\n"]
+        head = Journal.open(own / "journals" / child.id).head
+        assert (head["parent"], head["parent_seq"]) == (box.id, 1)
+
+
+async def test_a_paused_sandbox_ends_with_its_node(own: Path) -> None:
+    async with await connect(own) as fleet:
+        if not fleet.capabilities.pause:
+            pytest.skip("no freezer here")
+        box = await fleet.create(SMALL)
+        tree = psutil.Process(fleet.node_pid).children(recursive=True)
+        await box.pause()
+        os.kill(fleet.node_pid, signal.SIGKILL)
+    async with await connect(own):
+        await until(lambda: not any(p.is_running() and p.status() != "zombie" for p in tree))

@@ -373,3 +373,29 @@ async def test_capabilities_are_told(fleet: Fleet, backend: str) -> None:
     assert told.images is (backend == "docker")
     with pytest.raises(PolicyError, match="cores"):
         await fleet.create(SandboxSpec(limits=Limits(cpus=1e6)))
+
+
+async def test_commands_that_wait_ahead_may_be_killed(box: RemoteBox) -> None:
+    for _ in range(5):
+        assert (await box.exec("kill -9 -1; echo spared")).stdout == b"spared\n"  # the caller itself
+        assert (await box.exec("echo next")).stdout == b"next\n"
+
+
+async def test_an_idle_sandbox_lets_go_of_what_waits(box: RemoteBox) -> None:
+    await box.exec("true")
+    await box.python("pass")
+    count = "ls -d /proc/[0-9]* | wc -l"
+    busy = int((await box.exec(count)).stdout)
+    await asyncio.sleep(6)
+    idle = int((await box.exec(count)).stdout)
+    assert idle < busy
+    assert (await box.python("print(1)")).stdout == b"1\n"
+
+
+async def test_a_snapshot_waits_for_nobody_and_others_wait_for_it(box: RemoteBox) -> None:
+    await box.exec("head -c 5000000 /dev/urandom > x")
+    snapshot = asyncio.create_task(box.snapshot())
+    await asyncio.sleep(0)
+    results = await asyncio.gather(*(box.exec(f"echo {n}") for n in range(5)))
+    assert [int(result.stdout) for result in results] == list(range(5))
+    assert await snapshot
