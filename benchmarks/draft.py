@@ -151,7 +151,8 @@ def _demo_policy(root: Path, steps: int) -> Path:
     """Runs the main job for fewer steps and returns its last checkpoint's policy."""
     command = [sys.executable, "-m", "rl.launch.cli", "train", "experiment=calc", "model=nano_draft"]
     settings = [f"run.root={root}", "run.name=demo", "logger.wandb=disabled", f"trainer.steps={steps}"]
-    settings += ["eval.tasks=20", "eval.samples=1", f"checkpoint.every={max(steps, 1)}"]
+    settings += ["eval.tasks=20", "eval.samples=1", "launcher.sft_threads=1"]
+    settings += [f"checkpoint.every={max(steps, 1)}"]
     start = time.monotonic()
     subprocess.run([*command, *settings], check=True, stdout=subprocess.DEVNULL)
     print(f"demo policy: {steps} steps of reinforcement, {time.monotonic() - start:.0f} s", flush=True)

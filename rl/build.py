@@ -87,7 +87,7 @@ async def open_generator(
         sandboxes = None
         if env.sandbox is not None:
             fleet = await Fleet.connect(
-                "local", state_dir=fleet_state, owner=owner, backend=config.sandbox.backend
+                config.sandbox.url, state_dir=fleet_state, owner=owner, backend=config.sandbox.backend
             )
             stack.push_async_callback(fleet.close)
             lease_s = rollout.deadline_s + rollout.score_deadline_s + 60.0

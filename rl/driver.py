@@ -34,7 +34,8 @@ async def drive(config: RunConfig, folder: RunFolder, watch: Watch, *, ray_actor
     checkpoint = _checkpoint(config, folder, watch)
     if ended := end_leftovers():
         watch.note(f"ended {len(ended)} processes that a killed run had left ({', '.join(sorted(ended))})")
-    await _reclaim(watch)
+    if config.sandbox.url == "local":
+        await _reclaim(watch)
     async with AsyncExitStack() as stack:
         if build.environment(config).sandbox is not None:
             await stack.enter_async_context(await _node(config, folder, watch))
@@ -71,9 +72,9 @@ async def _reclaim(watch: Watch) -> None:
 async def _node(config: RunConfig, folder: RunFolder, watch: Watch) -> Fleet:
     """Starts the sandbox node, or finds it, before anything else: a run without its sandboxes is no run."""
     fleet = await Fleet.connect(
-        "local", state_dir=fleet_state(), owner=_owner(folder), backend=config.sandbox.backend
+        config.sandbox.url, state_dir=fleet_state(), owner=_owner(folder), backend=config.sandbox.backend
     )
-    watch.note(f"tools run in {fleet.backend} sandboxes")
+    watch.note(f"tools run in {fleet.backend} sandboxes ({config.sandbox.url})")
     return fleet
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sandbox.errors import PolicyError, RefusedError
+from sandbox.placement import Room
 from sandbox.types import SandboxSpec
 
 _OVERCOMMIT = 4
@@ -97,3 +98,13 @@ def _admit_sums(limits: NodeLimits, spec: SandboxSpec, together: Collection[Sand
         raise RefusedError(f"limits of cores would add up to {cores:g} of {cpus:g}", "cpu")
     if (processes := sum(s.limits.pids for s in together)) > pids:
         raise RefusedError(f"limits of processes would add up to {processes} of {pids}", "pids")
+
+
+def capacity(limits: NodeLimits) -> Room:
+    """Returns all that a node gives away."""
+    return Room(
+        limits.sandboxes,
+        limits.memory_bytes or _OVERCOMMIT * _meminfo("MemTotal"),
+        limits.cpus or _CPU_OVERCOMMIT * (os.cpu_count() or 1),
+        limits.pids or int(Path("/proc/sys/kernel/pid_max").read_text()),
+    )

@@ -4,14 +4,16 @@
         async with await fleet.create(SandboxSpec()) as box:
             print((await box.exec("echo hello")).stdout)
 
-`local` starts the node of this machine as a process of its own when none answers. The node's sandboxes belong
-to an owner and outlive a killed client until the owner's lease ends.
+`local` starts the node of this machine as a process of its own when none answers. The address of a front, as
+in `https://fleet:7330`, gives the same calls on a fleet of nodes. Sandboxes belong to an owner and outlive a
+killed client until the owner's lease ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import time
 from collections.abc import Mapping, Set
@@ -21,13 +23,15 @@ from types import TracebackType
 from typing import Self
 
 from sandbox.channel import Header
-from sandbox.connection import Connection, reach
+from sandbox.connection import Connection, Link, reach
 from sandbox.errors import LostError, PolicyError, RefusedError, SandboxError
 from sandbox.node import SOCKET
 from sandbox.past import Ask, Past, Unknown
 from sandbox.pool import Pool
 from sandbox.remote import RemoteBox
+from sandbox.tokens import TOKEN, TOKEN_FILE, read_token
 from sandbox.types import Capabilities, SandboxSpec
+from sandbox.web import Caller, WebConnection
 
 DEFAULT_LEASE_S = 60.0
 _TRIES, _RETRY_S = 3, 0.05
@@ -48,7 +52,7 @@ class Reclaimed:
 class Fleet:
     """A connection to a node, on behalf of one owner. Open it with `async with await Fleet.connect(...)`."""
 
-    def __init__(self, connection: Connection, owner: str, welcome: Header):
+    def __init__(self, connection: Link, owner: str, welcome: Header):
         self._connection, self.owner = connection, owner
         self.backend: str = welcome["backend"]
         self.node_pid: int = welcome["pid"]
@@ -59,31 +63,43 @@ class Fleet:
         cls,
         url: str = "local",
         *,
-        state_dir: Path,
+        state_dir: Path | None = None,
         owner: str,
         backend: str = "auto",
         lease_s: float = DEFAULT_LEASE_S,
+        token: str = "",
     ) -> Fleet:
-        """Connects to the node of this machine, starting it when none answers.
+        """Connects to the node of this machine, starting it when none answers, or to a fleet's front.
 
         Args:
-            url: `local`; nodes of other machines cannot be reached yet.
-            state_dir: Where the node has its socket, record and log.
+            url: `local`, or the address of a front.
+            state_dir: Where the local node has its socket, record and log.
             owner: To whom sandboxes belong, as a rule the run.
             backend: `docker`, `bubblewrap`, or `auto` for the first of them that this machine has.
             lease_s: How long sandboxes outlive the owner's last client.
+            token: For a front; by default that of the environment (TEMPER_SANDBOX_TOKEN, or the file that
+                TEMPER_SANDBOX_TOKEN_FILE names).
 
         Raises:
-            BackendMissingError: The backend asked for (or any, for `auto`) is not to be had here.
-            PolicyError: The fleet is not `local`, or the owner has no name.
+            BackendMissingError: The backend asked for (or any, for `auto`) is not to be had there.
+            PolicyError: The address or the token is wrong, or the owner has no name.
+            LostError: The front does not answer.
             InfrastructureError: The node does not start.
         """
-        if url != "local":
-            raise PolicyError(f"only the fleet 'local' can be reached yet, not {url!r}")
         if not owner:
             raise PolicyError("sandboxes belong to an owner: give the run's name")
-        state_dir = _absolute(state_dir)
         hello = {"op": "hello", "owner": owner, "backend": backend, "lease_s": lease_s}
+        if url != "local":
+            token = token or read_token(os.environ, TOKEN, TOKEN_FILE)
+            connection = WebConnection(Caller(url, token), owner, lease_s)
+            try:
+                return cls(connection, owner, (await connection.request(hello))[0])
+            except BaseException:
+                await connection.close()
+                raise
+        if state_dir is None:
+            raise PolicyError("the local fleet has a state folder: give state_dir")
+        state_dir = _absolute(state_dir)
         for attempt in range(_TRIES):
             connection = await reach(state_dir)
             try:
@@ -107,16 +123,7 @@ class Fleet:
             connection = await Connection.open(_absolute(state_dir) / SOCKET)
         except OSError:
             return Reclaimed()
-        ended: dict[str, int] = {}
-        try:
-            owners = (await connection.request({"op": "owners"}))[0]["owners"]
-            for name in [n for n, held in owners.items() if n not in keep_owners and not held["clients"]]:
-                ended[name] = (await connection.request({"op": "release", "owner": name}))[0]["sandboxes"]
-        except LostError:
-            return Reclaimed(ended)
-        finally:
-            await connection.close()
-        return Reclaimed({name: count for name, count in ended.items() if count})
+        return await release_ownerless(connection, keep_owners)
 
     async def create(
         self,
@@ -220,6 +227,23 @@ class Fleet:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+async def release_ownerless(connection: Link, keep_owners: Set[str] = frozenset()) -> Reclaimed:
+    """Ends the sandboxes of owners without a client that are not in `keep_owners`; ends the connection too.
+
+    Owners of a front are `project:owner`.
+    """
+    ended: dict[str, int] = {}
+    try:
+        owners = (await connection.request({"op": "owners"}))[0]["owners"]
+        for name in [n for n, held in owners.items() if n not in keep_owners and not held["clients"]]:
+            ended[name] = (await connection.request({"op": "release", "owner": name}))[0]["sandboxes"]
+    except LostError:
+        return Reclaimed(ended)
+    finally:
+        await connection.close()
+    return Reclaimed({name: count for name, count in ended.items() if count})
 
 
 def _absolute(state_dir: Path) -> Path:

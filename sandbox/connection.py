@@ -13,12 +13,27 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from sandbox.channel import Header, encode, read_frame
 from sandbox.errors import InfrastructureError, LostError, SandboxError, from_wire
 from sandbox.node import READY, SOCKET
 
 _PING_S, _SILENT_S = 10.0, 60.0
+
+
+class Link(Protocol):
+    """Where the requests of a client go: the node of this machine, or a front."""
+
+    async def request(
+        self, header: Header, body: bytes = b"", sink: Callable[[int, bytes], None] | None = None
+    ) -> tuple[Header, bytes]:
+        """Sends a request and returns its reply; see `Connection.request`."""
+        ...
+
+    async def close(self) -> None:
+        """Ends the connection."""
+        ...
 
 
 class Connection:
@@ -78,6 +93,11 @@ class Connection:
         if "error" in answer:
             raise from_wire(answer["error"])
         return answer, data
+
+    @property
+    def lost(self) -> bool:
+        """Whether it has ended, and with it what its client had under way."""
+        return self._fault is not None
 
     async def close(self) -> None:
         """Ends the connection."""

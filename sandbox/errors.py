@@ -36,11 +36,12 @@ if TYPE_CHECKING:
     from sandbox.types import ExecResult
 
 Reason = Literal[
-    "sandboxes", "cpu", "memory", "pids", "disk", "start_rate", "busy", "paused", "processes", "draining"
-]
+    "sandboxes", "cpu", "memory", "pids", "disk", "start_rate", "busy", "paused", "processes", "draining",
+    "quota",
+]  # fmt: skip
 """Why admission was refused: no place for one more sandbox, its cores, memory, processes or disk; too many
-are being started; too many commands wait, the sandbox is paused, it has too many background processes; or the
-node is about to end."""
+are being started; too many commands wait, the sandbox is paused, it has too many background processes; the
+node is about to end; or the project's quota is used up."""
 
 
 class SandboxError(RuntimeError):

@@ -32,6 +32,7 @@ from sandbox.channel import ByteReader
 from sandbox.errors import InfrastructureError, LostError, RefusedError, SandboxError, StartTimeoutError
 from sandbox.journal import Journal
 from sandbox.journals import Journals
+from sandbox.load import load_of
 from sandbox.recovery import Recorder, Replay
 from sandbox.session import Session, spec_from
 from sandbox.snapshots import Snapshot, Snapshots, load
@@ -413,6 +414,20 @@ class Node:
             name: {"sandboxes": len(self.boxes(name)), "clients": owner.clients}
             for name, owner in sorted(self._owners.items())
         }
+
+    def keys(self, owner: str) -> dict[str, str]:
+        """Returns the ids of an owner's sandboxes by the keys of their creation."""
+        return {box.key: box.id for box in self._boxes.values() if box.owner == owner and box.key}
+
+    def backends_of(self, owner: str) -> dict[str, str]:
+        """Returns the backends of an owner's sandboxes by their ids."""
+        return {box.id: box.backend for box in self._boxes.values() if box.owner == owner}
+
+    def load(self) -> dict[str, Any]:
+        """Returns what the node admits, has given away in all and to each owner, and is starting."""
+        starting = self._starting.values()
+        held = [(box.owner, box.spec) for box in self._boxes.values()]
+        return load_of(self._limits, held, starting, draining=self._stop.is_set())
 
 
 def _head(box: Box) -> dict[str, Any]:

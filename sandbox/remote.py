@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from sandbox.archives import read_archive
 from sandbox.channel import MAX_BODY, Header
-from sandbox.connection import Connection
+from sandbox.connection import Link
 from sandbox.errors import DiskFullError, FileError, LostError, PolicyError, UnknownOutcomeError
 from sandbox.outcome import Outcome
 from sandbox.past import Past
@@ -32,7 +32,7 @@ Sink = Callable[[int, bytes], None]
 class RemoteBox:
     """A sandbox on a node; fulfils `sandbox.base.Sandbox`."""
 
-    def __init__(self, connection: Connection, box_id: str, past: Past | None = None):
+    def __init__(self, connection: Link, box_id: str, past: Past | None = None):
         self._connection, self.id = connection, box_id
         self._past = past or Past()
         self.generation, self.replayed = self._past.generation, self._past.commands

@@ -38,6 +38,7 @@ class Session:
             "resume": self._resume, "extend": self._extend, "snapshot": self._snapshot, "fork": self._fork,
             "snapshots": self._snapshots, "forget": self._forget, "release": self._release,
             "owners": self._owners,
+            "load": self._load,
         }  # fmt: skip
 
     async def serve(self) -> None:
@@ -160,13 +161,17 @@ class Session:
         return {}, b""
 
     async def _boxes(self, header: Header, body: bytes) -> _Reply:
-        return {"boxes": self._node.boxes(self._owner)}, b""
+        held = {"keys": self._node.keys(self._owner), "backends": self._node.backends_of(self._owner)}
+        return {"boxes": self._node.boxes(self._owner), **held}, b""
 
     async def _release(self, header: Header, body: bytes) -> _Reply:
         return {"sandboxes": await self._node.release(str(header["owner"]))}, b""
 
     async def _owners(self, header: Header, body: bytes) -> _Reply:
         return {"owners": self._node.owners()}, b""
+
+    async def _load(self, header: Header, body: bytes) -> _Reply:
+        return self._node.load(), b""
 
 
 def _about(box: Box) -> Header:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from rl.launch.roots import check_roots
+from rl.launch.sandbox_cli import add_sandbox
 
 _WELCOME = """\
 First steps:
@@ -60,6 +61,7 @@ def parser() -> Parser:
     _add_train(commands)
     _add_run(commands)
     _add_env(commands)
+    add_sandbox(commands, Parser)
     doctor = commands.add_parser(
         "doctor", help="look at this machine: what is there, what is missing, how to get it"
     )

@@ -75,8 +75,14 @@ class Scaffold(Section):
 
 
 class SandboxSection(Section):
-    """Where tools run. `auto` prefers Docker and says which it took."""
+    """Where tools run. `auto` prefers Docker and says which it took.
 
+    Attributes:
+        url: `local` for a node on this machine, which the run starts; else the address of a fleet's front
+            (`temper sandbox serve`), whose token the environment names.
+    """
+
+    url: str = "local"
     backend: Literal["auto", "docker", "bubblewrap"] = "auto"
     tool_timeout_s: float = Field(default=10.0, gt=0)
 

@@ -294,9 +294,11 @@ async def test_auto_prefers_docker(own: Path) -> None:
         assert fleet.backend == "docker" and fleet.capabilities.images
 
 
-async def test_only_local_fleets_and_named_owners(own: Path) -> None:
+async def test_only_fleets_that_there_can_be_and_named_owners(own: Path) -> None:
     with pytest.raises(PolicyError, match="local"):
-        await Fleet.connect("http://there", state_dir=own, owner="me")
+        await Fleet.connect("there", state_dir=own, owner="me", token="t" * 20)
+    with pytest.raises(PolicyError, match="state_dir"):
+        await Fleet.connect("local", owner="me")
     with pytest.raises(PolicyError, match="owner"):
         await Fleet.connect("local", state_dir=own, owner="")
 

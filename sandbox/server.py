@@ -1,0 +1,462 @@
+"""The front: the stateless entry to a fleet of nodes, of which there can be any number side by side.
+
+It keeps no record of sandboxes: an id names its node, heartbeats say how full the nodes are, and what a
+restart loses is rebuilt within one heartbeat. A create goes to the node that placement picks; a node that
+refuses or does not answer costs one more pick. A create with a key has its own short list of nodes, in an
+order that follows from the key, so that every front finds what another one made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from sandbox.channel import Header
+from sandbox.errors import (
+    BackendMissingError,
+    InfrastructureError,
+    LostError,
+    PolicyError,
+    RefusedError,
+    SandboxError,
+    StartTimeoutError,
+)
+from sandbox.load import room_of
+from sandbox.placement import Demand, NodeView, Placer, Room
+from sandbox.quotas import Ledger
+from sandbox.session import spec_from
+from sandbox.tokens import Access, Principal
+from sandbox.types import Capabilities, SandboxSpec
+from sandbox.web import Caller, node_of
+from sandbox.wire import Sink
+
+TRIES = 4
+"""Nodes that are asked before a create is given back, and on which a create with a key is looked for."""
+
+HEARTBEAT_S = 1.0
+_PATIENCE_S, _GIVE_UP_S = 5.0, 60.0
+_LABEL = "node."
+_PREFERRED = ("docker", "gvisor", "bubblewrap")
+_ELSEWHERE = (RefusedError, LostError, StartTimeoutError, InfrastructureError, BackendMissingError)
+"""What one node says and another may not."""
+
+_LOG = logging.getLogger("sandbox.server")
+_Reply = tuple[Header, bytes]
+
+
+@dataclass(slots=True)
+class _Node:
+    """A node of the list: how it is reached, and since when it has not answered."""
+
+    name: str
+    caller: Caller
+    heard_s: float
+    beat: asyncio.Task[None] | None = None
+    down: bool = True
+
+
+class Front:
+    """What a front does with a call; `temper sandbox serve` serves it."""
+
+    def __init__(
+        self, nodes: Path, access: Access, node_token: str, *, choices: int = 2, seed: int | None = None
+    ):
+        self._list, self._listed, self._token = nodes, 0, node_token
+        self._id = secrets.token_hex(8)
+        self._nodes: dict[str, _Node] = {}
+        self._session: aiohttp.ClientSession | None = None
+        self.placer = Placer(random.randrange(1 << 32) if seed is None else seed, choices)
+        self._ledger = Ledger(access.quotas)
+        self.refusals: dict[str, int] = {}
+        self.repicks = 0
+        box = ("run", "attach", "close", "pause", "resume", "extend", "snapshot")
+        self._operations: dict[str, Callable[..., Awaitable[_Reply]]] = {
+            **dict.fromkeys(box, self._forward), "fork": self._fork, "forget": self._forward,
+            "create": self._create, "hello": self._hello, "boxes": self._gather, "snapshots": self._gather,
+            "release": self._release, "present": self._present, "owners": self._owners, "ping": self._ping,
+            "stats": self._stats, "drain": self._drain,
+        }  # fmt: skip
+
+    @property
+    def operations(self) -> frozenset[str]:
+        """What can be asked for."""
+        return frozenset(self._operations)
+
+    async def start(self) -> None:
+        """Reads the list of nodes and hears of each once, as far as they answer.
+
+        Raises:
+            PolicyError: The list cannot be read.
+        """
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        self._read_list()
+        await asyncio.gather(*(self._ask(node) for node in self._nodes.values()))
+
+    async def tend(self) -> None:
+        """Hears of every node each `HEARTBEAT_S`, and follows changes of the list."""
+        try:
+            while True:
+                try:
+                    self._read_list()
+                except PolicyError as error:
+                    _LOG.error("%s; the nodes stay those that they were", error)
+                for node in self._nodes.values():
+                    if node.beat is None or node.beat.done():
+                        node.beat = asyncio.create_task(self._ask(node))
+                await asyncio.sleep(HEARTBEAT_S * random.uniform(0.9, 1.1))
+        finally:
+            for node in self._nodes.values():
+                if node.beat is not None:
+                    node.beat.cancel()
+
+    async def close(self) -> None:
+        """Lets go of the nodes."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def act(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
+        """Performs a call of a client.
+
+        Raises:
+            SandboxError: It cannot be done; the kind says why.
+        """
+        return await self._operations[header["op"]](who, header, body, sink)
+
+    def node_samples(self) -> Iterator[tuple[tuple[str, ...], float]]:
+        """Yields what is known of the nodes, for the metrics."""
+        for name, view in self.placer.nodes.items():
+            known = {"sandboxes": view.used.sandboxes, "memory_bytes": view.used.memory_bytes}
+            known |= {"capacity": view.capacity.sandboxes, "starting": view.starting}
+            known |= {"draining": view.draining, "down": self._nodes[name].down}
+            for what, value in known.items():
+                yield (name, what), float(value)
+
+    # --- nodes
+
+    def _read_list(self) -> None:
+        changed = _changed(self._list)
+        if changed == self._listed:
+            return
+        listed = read_nodes(self._list)
+        for name in {*self._nodes} - {*listed}:
+            node = self._nodes.pop(name)
+            if node.beat is not None:
+                node.beat.cancel()
+            self._forget(name)
+        for name, url in listed.items():
+            if name not in self._nodes or self._nodes[name].caller.url != url:
+                self._nodes[name] = _Node(name, Caller(url, self._token, self._session), time.monotonic())
+        self._listed = changed
+
+    async def _ask(self, node: _Node) -> None:
+        taken = time.monotonic()
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                load, _ = await node.caller.request({"op": "load", "front": self._id})
+            if load["name"] != node.name:
+                raise InfrastructureError(f"{node.caller.url} is node {load['name']}, not {node.name}")
+        except (SandboxError, TimeoutError) as error:
+            if not node.down:
+                _LOG.warning("node %s is not to be reached: %s", node.name, error or "it is silent")
+            node.down = True
+            if taken - node.heard_s > _GIVE_UP_S:
+                self._forget(node.name)
+            return
+        if self._nodes.get(node.name) is node:
+            node.down, node.heard_s = False, taken
+            self._hear(load, taken)
+
+    def _hear(self, load: Header, taken: float) -> None:
+        capable = {
+            name: frozenset(capability for capability, there in held.items() if there)
+            for name, held in load["backends"].items()
+        }
+        self.placer.observe(
+            NodeView(
+                load["name"], taken, Room(*load["capacity"]), Room(*load["used"]), load["starting"],
+                load["starting_limit"], frozenset(load["flights"]), capable, load["labels"], load["draining"],
+            )
+        )  # fmt: skip
+        held: dict[str, Room] = {}
+        for owner, amounts in load["owners"].items():
+            project = owner.partition(":")[0]
+            held[project] = held.get(project, Room()).plus(Room(*amounts))
+        self._ledger.report(load["name"], held)
+
+    def _forget(self, name: str) -> None:
+        self.placer.forget(name)
+        self._ledger.report(name, {})
+
+    def _node(self, name: str) -> _Node:
+        if (node := self._nodes.get(name)) is None:
+            raise LostError(
+                f"the fleet has no node {name}; its sandboxes are gone or belong to another fleet"
+            )
+        return node
+
+    # --- calls
+
+    async def _forward(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
+        node = self._node(node_of(str(header.get("box") or header["snapshot"])))
+        return await node.caller.request(_signed(who, header), body, sink)
+
+    async def _fork(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
+        name, count = node_of(str(header["box"])), int(header["count"])
+        if not 0 < count <= 1024:
+            raise PolicyError(f"a fork makes 1 to 1024 sandboxes, not {count}")
+        self._node(name)
+        room = Room(sandboxes=count)
+        await self._charge(who, room)
+        return await self._send(name, room, who, header, body, sink)
+
+    async def _create(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
+        spec = spec_from(header["spec"])
+        demand = _demand(spec, str(header["backend"]))
+        await self._charge(who, demand.room)
+        if snapshot := header.get("snapshot"):
+            node = self._node(node_of(str(snapshot)))
+            return await self._send(node.name, demand.room, who, header, body, sink)
+        if header.get("key"):
+            return await self._create_once(who, demand, header, body, sink)
+        return await self._pick(who, demand, header, body, sink)
+
+    async def _pick(self, who: Principal, demand: Demand, header: Header, body: bytes, sink: Sink) -> _Reply:
+        tried: list[str] = []
+        refusal: SandboxError | None = None
+        down = {name for name, node in self._nodes.items() if node.down}
+        while len(tried) < TRIES:
+            name = self.placer.pick(demand, time.monotonic(), down | {*tried})
+            if name is None:
+                break
+            tried.append(name)
+            try:
+                return await self._send(name, demand.room, who, header, body, sink)
+            except _ELSEWHERE as error:
+                refusal = error
+                self._count(error)
+        raise refusal or self._nobody(demand)
+
+    async def _create_once(
+        self, who: Principal, demand: Demand, header: Header, body: bytes, sink: Sink
+    ) -> _Reply:
+        names = self.placer.homes(f"{who.project}:{header['client']['owner']}:{header['key']}", demand, TRIES)
+        find = {"op": "find", "key": header["key"], "client": header["client"]}
+        found = await asyncio.gather(
+            *(self._node(name).caller.request(_signed(who, find)) for name in names), return_exceptions=True
+        )
+        for name, got in zip(names, found, strict=True):
+            if isinstance(got, tuple) and got[0]["box"]:
+                return await self._node(name).caller.request(_signed(who, header), body, sink)
+        refusal: SandboxError | None = None
+        for name in names:
+            try:
+                return await self._send(name, demand.room, who, header, body, sink)
+            except _ELSEWHERE as error:
+                refusal = error
+                self._count(error)
+        raise refusal or self._nobody(demand)
+
+    async def _send(
+        self, name: str, room: Room, who: Principal, header: Header, body: bytes, sink: Sink
+    ) -> _Reply:
+        node, admitted = self._node(name), False
+        known = name in self.placer.nodes
+        number = self.placer.begin(name, room, who.project) if known else 0
+        mark = {"flight": {"front": self._id, "number": number}}
+        try:
+            reply = await node.caller.request({**_signed(who, header), **mark}, body, sink)
+            admitted = True
+            return reply
+        except LostError:
+            node.down = True  # until it is heard of again
+            raise
+        finally:
+            self.placer.end(number, time.monotonic(), admitted=admitted)
+
+    async def _charge(self, who: Principal, room: Room) -> None:
+        try:
+            self._ledger.check(who.project, room, self.placer.paid, self.placer.payers)
+        except RefusedError:  # what has ended since the last heartbeats is not held any more
+            await asyncio.gather(*(self._refresh(name) for name in self._ledger.nodes(who.project)))
+            self._ledger.check(who.project, room, self.placer.paid, self.placer.payers)
+
+    async def _refresh(self, name: str) -> None:
+        node = self._nodes[name]
+        if node.beat is not None and not node.beat.done():
+            await asyncio.wait([node.beat])  # it may have been asked before
+        if node.beat is None or node.beat.done():
+            node.beat = asyncio.create_task(self._ask(node))
+        await asyncio.wait([node.beat])
+
+    def _count(self, error: SandboxError) -> None:
+        reason = error.reason if isinstance(error, RefusedError) else type(error).__name__
+        self.refusals[reason] = self.refusals.get(reason, 0) + 1
+        self.repicks += 1
+
+    def _nobody(self, demand: Demand) -> SandboxError:
+        views = self.placer.nodes.values()
+        if not views:
+            return InfrastructureError(f"no node of {self._list} has answered yet")
+        roomy = [view for view in views if demand.room.within(view.capacity)]
+        if not any(self.placer.homes("", demand, 1)) or not roomy:
+            return PolicyError(
+                f"no node of this fleet is of the kind that is asked for: backend {demand.backend}, "
+                f"labels {dict(demand.labels)}, capabilities {sorted(demand.capabilities)}, "
+                f"{demand.room.memory_bytes >> 20} MiB and {demand.room.cpus:g} cores"
+            )
+        if all(view.draining or self._nodes[view.name].down for view in views):
+            return RefusedError("all nodes are draining or out of reach", "draining")
+        return RefusedError("no node of the kind that is asked for has room", "sandboxes")
+
+    async def _hello(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
+        _owner(header)
+        wanted, views = str(header["backend"]), self.placer.nodes.values()
+        offered = {name for view in views for name in view.backends}
+        if not offered:
+            raise InfrastructureError("none of the fleet's nodes has answered yet")
+        ranked = [*_PREFERRED, *sorted(offered - {*_PREFERRED})]
+        backend = next(name for name in ranked if name in offered) if wanted == "auto" else wanted
+        if backend not in offered:
+            raise BackendMissingError(
+                f"no node has the backend {backend!r}; there are {', '.join(sorted(offered))}"
+            )
+        sure = frozenset[str].intersection(
+            *(view.backends[backend] for view in views if backend in view.backends)
+        )
+        fields = Capabilities.__dataclass_fields__
+        capabilities = {name: name in sure for name in fields}
+        return {"backend": backend, "pid": os.getpid(), "capabilities": capabilities}, b""
+
+    async def _gather(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
+        what = header["op"]
+        replies = await self._everywhere(self._nodes, _signed(who, header))
+        names = [name for _, reply in sorted(replies.items()) for name in reply[what]]
+        return {what: names}, b""
+
+    async def _release(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
+        project, colon, owner = str(header["owner"]).partition(":")
+        if not colon:
+            project, owner = who.project, project
+        if not who.oversees(project):
+            raise PolicyError(f"{who.name} has no say in project {project}")
+        call = {"op": "release", "owner": f"{project}:{owner}"}
+        replies = await self._everywhere(self._nodes, call)
+        return {"sandboxes": sum(reply["sandboxes"] for reply in replies.values())}, b""
+
+    async def _present(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
+        await self._everywhere(map(str, header["nodes"]), _signed(who, header))
+        return {}, b""
+
+    async def _owners(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
+        replies = await self._everywhere(self._nodes, {"op": "owners"})
+        total: dict[str, dict[str, Any]] = {}
+        for node, reply in sorted(replies.items()):
+            for name, held in reply["owners"].items():
+                if not who.oversees(name.partition(":")[0]):
+                    continue
+                entry = total.setdefault(name, {"sandboxes": 0, "clients": 0, "nodes": []})
+                entry["sandboxes"] += held["sandboxes"]
+                entry["clients"] = max(entry["clients"], held["clients"])
+                entry["nodes"].append(node)
+        return {"owners": total}, b""
+
+    async def _ping(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
+        return {}, b""
+
+    async def _stats(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
+        _operate(who)
+        nodes = {name: self._about(view) for name, view in sorted(self.placer.nodes.items())}
+        unheard = sorted({*self._nodes} - {*nodes})
+        return {"nodes": nodes, "unheard": unheard, "refusals": self.refusals, "repicks": self.repicks}, b""
+
+    def _about(self, view: NodeView) -> Header:
+        return {
+            "used": view.used, "capacity": view.capacity, "starting": view.starting,
+            "labels": dict(view.labels), "backends": sorted(view.backends), "draining": view.draining,
+            "down": self._nodes[view.name].down,
+        }  # fmt: skip
+
+    async def _drain(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
+        _operate(who)
+        node = self._node(str(header["node"]))
+        reply = await node.caller.request({"op": "drain", "on": bool(header.get("on", True))})
+        await self._ask(node)
+        return reply
+
+    async def _everywhere(self, names: Iterable[str], header: Header) -> dict[str, Header]:
+        """Asks nodes at once; one that does not answer is left out: what it has ends with its leases."""
+        nodes = [node for name in names if (node := self._nodes.get(name)) is not None]
+        replies = await asyncio.gather(
+            *(node.caller.request(header) for node in nodes), return_exceptions=True
+        )
+        heard: dict[str, Header] = {}
+        for node, reply in zip(nodes, replies, strict=True):
+            if isinstance(reply, LostError):
+                _LOG.warning("node %s did not answer %s: %s", node.name, header["op"], reply)
+            elif isinstance(reply, BaseException):
+                raise reply
+            else:
+                heard[node.name] = reply[0]
+        return heard
+
+
+def read_nodes(path: Path) -> dict[str, str]:
+    """Returns the addresses of the nodes by name, from lines `name url`; `#` begins a comment.
+
+    Raises:
+        PolicyError: It cannot be read, or says something else.
+    """
+    found: dict[str, str] = {}
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise PolicyError(f"the list of nodes {path} cannot be read: {error.strerror}") from error
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if words and (len(words) != 2 or words[0] in found or "." in words[0]):
+            raise PolicyError(f"{path}, line {number}: a line is `name http(s)://host:port`, each name once")
+        found |= {words[0]: words[1].rstrip("/")} if words else {}
+    return found
+
+
+def _changed(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError as error:
+        raise PolicyError(f"the list of nodes {path} cannot be read: {error.strerror}") from error
+
+
+def _owner(header: Header) -> str:
+    owner = str(header["client"]["owner"])
+    if not owner or ":" in owner or len(owner) > 200:
+        raise PolicyError(f"an owner's name has 1 to 200 characters and no colon: not {owner!r}")
+    return owner
+
+
+def _signed(who: Principal, header: Header) -> Header:
+    """Returns a call for a node: on behalf of the owner within the caller's project, and no other."""
+    client = {"owner": f"{who.project}:{_owner(header)}", "lease_s": float(header["client"]["lease_s"])}
+    return {**{name: value for name, value in header.items() if name != "flight"}, "client": client}
+
+
+def _operate(who: Principal) -> None:
+    if not who.operator:
+        raise PolicyError(f"{who.name} does not operate this fleet")
+
+
+def _demand(spec: SandboxSpec, backend: str) -> Demand:
+    labels = {
+        name.removeprefix(_LABEL): value for name, value in spec.labels.items() if name.startswith(_LABEL)
+    }
+    needs = frozenset({"images"}) if spec.image else frozenset[str]()
+    return Demand(room_of(spec), backend, needs, labels)

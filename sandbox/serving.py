@@ -1,0 +1,216 @@
+"""What front and node agent have in common as HTTP servers: tokens, versions, metrics, audit, binding."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import logging
+import signal
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from aiohttp import web
+
+from sandbox.audit import Audit, asked, outcome
+from sandbox.channel import Header
+from sandbox.errors import PolicyError, SandboxError
+from sandbox.metrics import Metrics
+from sandbox.tokens import Access, Principal
+from sandbox.wire import API, MAX_REQUEST, VERSION, Sink, answer, read_call, refusal, version_of
+
+Act = Callable[[Principal, Header, bytes, Sink], Awaitable[tuple[Header, bytes]]]
+_PRINCIPAL = "principal"
+_QUIET = frozenset({"load", "present", "ping"})
+"""Calls that programs make every few seconds; the audit log has them when they fail."""
+
+_LOG = logging.getLogger("sandbox.serving")
+
+
+@dataclass(frozen=True, slots=True)
+class Bind:
+    """Where to listen, and with which certificate. Beyond loopback only when `public` says so."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    public: bool = False
+    certificate: Path | None = None
+    key: Path | None = None
+
+    def check(self) -> None:
+        """Returns when it is allowed.
+
+        Raises:
+            PolicyError: It reaches beyond loopback, and nobody said that it may.
+        """
+        try:
+            local = ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            local = self.host == "localhost"
+        if not local and not self.public:
+            raise PolicyError(
+                f"{self.host} can be reached from other machines: say --public if that is meant, "
+                "and give a certificate (--tls-cert, --tls-key) unless the network is yours alone"
+            )
+
+    def tls(self) -> ssl.SSLContext | None:
+        """Returns the TLS settings, if there is a certificate."""
+        if self.certificate is None:
+            return None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            context.load_cert_chain(self.certificate, self.key)
+        except (OSError, ssl.SSLError) as error:
+            raise PolicyError(f"the certificate {self.certificate} cannot be used: {error}") from error
+        return context
+
+
+class Shell:
+    """An HTTP server around `act`: nothing reaches that without a token and a version that is served."""
+
+    def __init__(self, kind: str, access: Access, act: Act, audit: Audit, operations: frozenset[str]):
+        self._access, self._act, self._audit, self._operations = access, act, audit, operations
+        self.metrics = Metrics()
+        prefix = f"temper_sandbox_{kind}"
+        self._calls = self.metrics.counter(f"{prefix}_calls_total", "Calls by outcome.", "op", "outcome")
+        self._times = self.metrics.histogram(f"{prefix}_call_seconds", "How long calls took.", "op")
+        self._denied = self.metrics.counter(f"{prefix}_unauthorised_total", "Requests without a good token.")
+        self._bytes = self.metrics.counter(f"{prefix}_bytes_total", "Bytes of bodies.", "direction")
+
+    def application(self) -> web.Application:
+        """Returns the routes."""
+        app = web.Application(client_max_size=MAX_REQUEST, middlewares=[self._guard])
+        app.router.add_post("/call", self._call)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/health", self._health)
+        return app
+
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        principal = self._access.principal(request.headers.get("Authorization", ""))
+        if principal is None:
+            self._denied.add()
+            self._audit.write(event="denied", peer=request.remote, path=request.path)
+            return refusal(
+                PolicyError("this needs a token that is known here: Authorization: Bearer ..."), 401
+            )
+        request[_PRINCIPAL] = principal
+        try:
+            return await handler(request)
+        except SandboxError as error:
+            return refusal(error)
+
+    async def _call(self, request: web.Request) -> web.StreamResponse:
+        try:
+            version_of(request.headers)
+        except PolicyError as error:
+            return refusal(error, 400)
+        header, body = await read_call(request)
+        return await answer(request, header, body, self._watched(_who(request)))
+
+    def _watched(self, principal: Principal) -> Callable[..., Awaitable[tuple[Header, bytes]]]:
+        async def perform(header: Header, body: bytes, sink: Sink) -> tuple[Header, bytes]:
+            started, failure, reply, data = time.monotonic(), None, Header(), b""
+            try:
+                reply, data = await self._checked(principal, header, body, sink)
+                return reply, data
+            except BaseException as error:
+                failure = error
+                raise
+            finally:
+                self._account(principal, header, body, (reply, data), failure, time.monotonic() - started)
+
+        return perform
+
+    async def _checked(
+        self, principal: Principal, header: Header, body: bytes, sink: Sink
+    ) -> tuple[Header, bytes]:
+        if header["op"] not in self._operations:
+            raise PolicyError(f"there is no operation {str(header['op'])[:40]!r} here")
+        try:
+            return await self._act(principal, header, body, sink)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            _LOG.exception("the call %s failed", header["op"])
+            raise PolicyError(f"the call has a wrong shape: {type(error).__name__}: {error}") from error
+
+    def _account(
+        self,
+        principal: Principal,
+        header: Header,
+        body: bytes,
+        answer: tuple[Header, bytes],
+        failure: BaseException | None,
+        seconds: float,
+    ) -> None:
+        reply, data = answer
+        operation = header["op"] if header["op"] in self._operations else "unknown"
+        ended = outcome(failure)
+        self._calls.add(operation, ended["outcome"])
+        self._times.observe(seconds, operation)
+        self._bytes.add("in", by=len(body))
+        self._bytes.add("out", by=len(data))
+        if operation in _QUIET and failure is None:
+            return
+        owner = header.get("client", {}).get("owner", header.get("owner", ""))
+        who = {"principal": principal.name, "project": principal.project, "owner": owner}
+        made = {name: reply[name] for name in ("box", "snapshot") if name in reply}
+        self._audit.write(
+            event="call", op=operation, **who, **{**asked(header, body), **made}, **ended,
+            bytes_out=len(data), seconds=round(seconds, 6),
+        )  # fmt: skip
+
+    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+        if not _who(request).operator:
+            raise PolicyError("metrics are for operators")
+        return web.Response(text=self.metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4"})
+
+    async def _health(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(text=json.dumps({"api": API}), headers={VERSION: str(API)})
+
+
+def _who(request: web.Request) -> Principal:
+    return cast("Principal", request[_PRINCIPAL])
+
+
+async def serve(
+    shell: Shell, bind: Bind, *tasks: Coroutine[Any, Any, None], ready: Callable[[str], None]
+) -> None:
+    """Serves until SIGTERM or SIGINT, with `tasks` beside it; `ready` hears the address.
+
+    Raises:
+        PolicyError: The address is not allowed, or taken.
+    """
+    bind.check()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    runner = web.AppRunner(
+        shell.application(), handler_cancellation=True, access_log=None, shutdown_timeout=5.0
+    )
+    await runner.setup()
+    beside = [asyncio.create_task(task) for task in tasks]
+    try:
+        site = web.TCPSite(runner, bind.host, bind.port, ssl_context=bind.tls())
+        try:
+            await site.start()
+        except OSError as error:
+            raise PolicyError(f"{bind.host}:{bind.port} cannot be listened on: {error.strerror}") from error
+        host, port = runner.addresses[0][:2]
+        shown = f"[{host}]" if ":" in host else host
+        ready(f"{'https' if bind.certificate else 'http'}://{shown}:{port}")
+        ended = asyncio.create_task(stop.wait())
+        done, _ = await asyncio.wait([ended, *beside], return_when=asyncio.FIRST_COMPLETED)
+        for task in done - {ended}:
+            task.result()
+            raise AssertionError("what runs beside a server does not end")
+    finally:
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
+        await runner.cleanup()
