@@ -17,6 +17,7 @@ from sandbox.errors import DiskFullError, FileError, LostError, PolicyError, Unk
 from sandbox.outcome import Outcome
 from sandbox.past import Past
 from sandbox.process import Process
+from sandbox.recovery import Claim
 from sandbox.shell import Shell
 from sandbox.stream import Stream
 from sandbox.trees import Item, TreeLimits, TreeWriter, batches, read_tree
@@ -267,7 +268,7 @@ class RemoteBox:
         claim = self._past.claim(idempotent) if header["op"] != "pack" else None
         while True:
             request: Header = {"op": "run", "box": self.id, "command": command}
-            if claim is not None:
+            if claim is not None and claim != Claim():
                 request["claim"] = asdict(claim)
             try:
                 return Outcome.of(*await self._connection.request(request, body, sink))
