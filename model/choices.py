@@ -147,6 +147,12 @@ class SamplingMask:
     offsets: Tensor
 
     def __post_init__(self) -> None:
+        kinds, shapes = {self.ids.dtype, self.offsets.dtype}, (self.ids.ndim, self.offsets.ndim)
+        if kinds != {torch.int64} or shapes != (1, 1) or not len(self.offsets):
+            raise ValueError(
+                f"a sampling mask holds flat int64 ids and offsets, not {kinds} of {shapes} dimensions: "
+                "build it with SamplingMask.of_rows"
+            )
         first, last = int(self.offsets[0]), int(self.offsets[-1])
         if first != 0 or last != self.ids.shape[0] or bool((self.offsets.diff() < 0).any()):
             raise ValueError(

@@ -20,7 +20,24 @@ def check(config: PolicyConfig) -> None:
     _check_engram(config)
 
 
+_POSITIVE = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "o_groups",
+    "q_lora_rank",
+    "o_lora_rank",
+    "index_n_heads",
+    "index_topk",
+    "moe_intermediate_size",
+    "hc_mult",
+)
+
+
 def _check_sizes(config: PolicyConfig) -> None:
+    for name in _POSITIVE:
+        _require(getattr(config, name) >= 1, f"{name} must be at least 1, not {getattr(config, name)}")
     heads, groups = config.num_attention_heads, config.o_groups
     _require(heads % groups == 0, f"num_attention_heads {heads} must be a multiple of o_groups {groups}")
     rope = config.qk_rope_head_dim
@@ -59,6 +76,14 @@ def _check_schedule(config: PolicyConfig) -> None:
         "drafter blocks",
     )
     _require(not any(config.compress_ratios[layers:]), "compress_ratios of drafter blocks must be 0")
+    _require(
+        min(config.compress_ratios) >= 0, f"compress_ratios {config.compress_ratios} must not be negative"
+    )
+    for name in ("kv_source_layer_ids", "index_source_layer_ids"):
+        sources = getattr(config, name)
+        _require(
+            all(0 <= source < layers for source in sources), f"{name} {sources} must name existing layers"
+        )
     for layer, ratio in enumerate(config.compress_ratios[:layers]):
         if ratio == 0:
             sources = (*config.kv_source_layer_ids, *config.index_source_layer_ids)
@@ -99,6 +124,8 @@ def _check_engram(config: PolicyConfig) -> None:
         all(0 <= layer < config.num_hidden_layers for layer in layers),
         f"engram_layer_ids {layers} must name existing layers",
     )
+    size = config.engram_max_ngram_size
+    _require(not layers or size >= 2, f"engram_max_ngram_size {size} must be at least 2 (one token before)")
     token_map = config.engram_token_map
     if token_map is None or not layers:
         return

@@ -108,6 +108,8 @@ class Engine:
                 "packed storage holds rounded keys and needs fake_quant: set policy.fake_quant, or use "
                 "storage='dense'"
             )
+        if idle_sessions is not None and idle_sessions < 0:
+            raise ValueError(f"idle_sessions is at least 0 (keep none), not {idle_sessions}")
         count = max_requests + (max_requests if idle_sessions is None else idle_sessions)
         if role == "encode":
             count, max_tokens = 1, 2  # it holds no sequences

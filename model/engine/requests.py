@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
+from numbers import Integral, Real
 
 import numpy as np
 import torch
@@ -24,6 +25,10 @@ from model.engine.errors import (
 from model.engine.replay import Floor, Past
 from model.engine.sampler import SamplingParams
 from model.vision import ImageTokens, TokenType
+
+LOWEST_TEMPERATURE = 1e-6
+"""Logits are divided by it in float32."""
+_INT64 = 2**63
 
 
 class Finish(StrEnum):
@@ -193,6 +198,7 @@ def check_request(request_id: int, request: Request, *, vocab_size: int, context
             f"{len(request.completed.token_ids)} completed tokens exceed the turn's budget of "
             f"{min(request.sampling.max_tokens, context - prompt.size)}"
         )
+    _check_completed(request.completed, prompt.size)
     _check_images(request.images, prompt.size)
     return Pending(request_id, request, history.astype(np.int32), prompt.size)
 
@@ -233,11 +239,47 @@ def _check_images(images: ImageTokens | None, size: int) -> None:
 
 
 def _check_sampling(sampling: SamplingParams) -> None:
+    _check_kinds(sampling)
     if sampling.max_tokens < 1:
         raise SamplingError(f"max_tokens is at least 1, not {sampling.max_tokens}")
-    if not math.isfinite(sampling.temperature) or sampling.temperature < 0:
-        raise SamplingError(f"temperature is a number of at least 0, not {sampling.temperature}")
+    temperature = sampling.temperature
+    if not math.isfinite(temperature) or temperature < 0:
+        raise SamplingError(f"temperature is a number of at least 0, not {temperature}")
+    if 0 < temperature < LOWEST_TEMPERATURE:
+        raise SamplingError(
+            f"temperature {temperature} is below {LOWEST_TEMPERATURE}, where logits overflow: take 0 (greedy)"
+        )
     if not 0 < sampling.top_p <= 1:
         raise SamplingError(f"top_p is above 0 and at most 1, not {sampling.top_p}")
-    if sampling.top_k < 0:
+    if not 0 <= sampling.top_k < _INT64:
         raise SamplingError(f"top_k is at least 0 (0 switches it off), not {sampling.top_k}")
+
+
+def _check_kinds(sampling: SamplingParams) -> None:
+    """Refuses values of other types here, where they concern one request; a step computes all of them."""
+    for name in ("max_tokens", "top_k", "seed"):
+        if not isinstance(value := getattr(sampling, name), Integral):
+            raise SamplingError(f"{name} is an integer, not {value!r}")
+    for name in ("temperature", "top_p"):
+        if not isinstance(value := getattr(sampling, name), Real):
+            raise SamplingError(f"{name} is a number, not {value!r}")
+    stops = sampling.stop_ids
+    if not isinstance(stops, Set) or not all(isinstance(i, Integral) and 0 <= i < _INT64 for i in stops):
+        raise SamplingError(f"stop_ids is a set of token ids, not {stops!r}")
+
+
+def _check_completed(turn: Columns, start: int) -> None:
+    """Refuses what was recorded of a turn where it does not fit a history whose turn begins at `start`."""
+    size = start + len(turn.token_ids)
+    bad = [pair for pair in turn.replay_starts if not all(0 <= begin < size for begin in pair)]
+    if bad:
+        raise RequestError(
+            f"the completed turn says that windows start at {bad[0]}, outside its history of {size} tokens: "
+            "give the replay_starts that were recorded with these tokens"
+        )
+    if (experts := turn.expert_ids) is not None and not 0 <= experts.start <= size - len(experts.ids):
+        raise RequestError(
+            f"the completed turn has the experts of tokens {experts.start} .. "
+            f"{experts.start + len(experts.ids) - 1}, outside its history of {size} tokens: give those that "
+            "were recorded with it"
+        )

@@ -51,10 +51,12 @@ class RequestState:
             size = int.from_bytes(data[:8], "little")
             header = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][_KEY])
             tensors = load(data)
-        except (ValueError, KeyError, TypeError, SafetensorError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
             raise StateError(
                 f"this is not the state of a request, or it is cut off or damaged ({error}); export it again"
             ) from error
+        if not isinstance(header, dict):
+            raise StateError(f"the header of a request's state is {header!r}, no table: export it again")
         if header.get("format") != FORMAT:
             raise StateError(
                 f"the state has format {header.get('format')}, this version reads {FORMAT}: let the version "
@@ -118,7 +120,7 @@ def pack(pending: Pending, extra: dict[str, Any]) -> RequestState:
 
 
 def unpack(state: RequestState, request_id: int) -> Pending:
-    """The request of a state. Raises StateError when parts are missing."""
+    """The request of a state. Raises StateError when parts are missing or damaged."""
     header, tensors = state.header, state.tensors
     try:
         history, start = tensors["token_ids"].numpy(), int(header["start"])
@@ -144,8 +146,10 @@ def unpack(state: RequestState, request_id: int) -> Pending:
             int(header["cached"]),
             header["mixed"],
         )
-    except (KeyError, TypeError) as error:
-        raise StateError(f"the state of a request lacks a part ({error}): export it again") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise StateError(
+            f"the state of a request lacks a part, or has a damaged one ({error}): export it again"
+        ) from error
 
 
 def check_caches(state: RequestState, pending: Pending, cache: Any, policy: str, storage: str) -> None:

@@ -1,9 +1,11 @@
 import contextlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from model.engine.columns import ExpertIds
 from model.engine.engine import Engine
 from model.engine.errors import (
     BusySessionError,
@@ -223,6 +225,13 @@ def test_abort_of_a_waiting_or_unknown_request(scripted_policy):
     assert set(drain(engine)) == {first}
 
 
+EXPERTS = ExpertIds(9, np.zeros((1, 6, 2), np.int16))
+
+
+def recorded(**options):
+    return Columns(np.ones(1, np.int32), np.zeros(1), np.zeros(1), **options)
+
+
 @pytest.mark.parametrize(
     ("request_", "error", "match"),
     [
@@ -238,6 +247,15 @@ def test_abort_of_a_waiting_or_unknown_request(scripted_policy):
         (Request("x", [1], params(temperature=float("nan"))), SamplingError, "temperature"),
         (Request("x", [1], params(top_p=0.0)), SamplingError, "top_p"),
         (Request("x", [1], params(top_k=-1)), SamplingError, "top_k"),
+        (Request("x", [1], params(temperature=1e-45)), SamplingError, "take 0"),
+        (Request("x", [1], params(temperature="hot")), SamplingError, "temperature is a number"),
+        (Request("x", [1], params(max_tokens=None)), SamplingError, "max_tokens is an integer"),
+        (Request("x", [1], params(top_k=2**80)), SamplingError, "top_k"),
+        (Request("x", [1], replace(params(), seed=None)), SamplingError, "seed is an integer"),
+        (Request("x", [1], params(stop_ids=frozenset({None}))), SamplingError, "set of token ids"),
+        (Request("x", [1], params(), recorded(replay_starts=((0, 50),))), RequestError, "windows start at"),
+        (Request("x", [1], params(), recorded(replay_starts=((-1, 0),))), RequestError, "windows start at"),
+        (Request("x", [1], params(), recorded(expert_ids=EXPERTS)), RequestError, "experts of tokens 9"),
         (Request("busy", [1], params()), BusySessionError, "is being served"),
         (
             Request("x", [1], params(max_tokens=1), Columns(np.zeros(2, np.int32), np.zeros(2), np.zeros(2))),
@@ -254,6 +272,11 @@ def test_a_request_at_fault_is_refused_and_the_others_go_on(scripted_policy, req
         engine.submit(request_)
     assert isinstance(caught.value, RequestError) and isinstance(caught.value, ValueError)
     check(drain(engine)[good], scripted_policy, [1, 2], params(7))
+
+
+def test_an_engine_keeps_no_negative_number_of_sessions(scripted_policy):
+    with pytest.raises(ValueError, match="idle_sessions is at least 0"):
+        Engine(scripted_policy, max_requests=2, max_tokens=64, idle_sessions=-1)
 
 
 def test_columns_of_different_lengths_are_refused():

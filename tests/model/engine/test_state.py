@@ -158,9 +158,12 @@ def test_caches_that_do_not_fit_are_refused_and_can_be_computed_anew():
     assert len(drain(dense)[i].turn.token_ids) == 14
 
 
+NESTED = (100_000).to_bytes(8, "little") + b"[" * 100_000
+
+
 def test_damaged_states_are_refused(scripted_policy):
     data = exported(scripted_policy).to_bytes()
-    for bad in (b"", data[:50], data[: len(data) // 2], b"x" * 100, data[:8] + b"{}" + data[10:]):
+    for bad in (b"", data[:50], data[: len(data) // 2], b"x" * 100, data[:8] + b"{}" + data[10:], NESTED):
         with pytest.raises(StateError, match="export it again"):
             RequestState.from_bytes(bad)
     state = RequestState.from_bytes(data)
@@ -172,6 +175,12 @@ def test_damaged_states_are_refused(scripted_policy):
         engine.import_state(RequestState({**state.header, "sampling": {"heat": 1}}, state.tensors))
     with pytest.raises(StateError, match="it is damaged"):
         engine.import_state(RequestState(state.header | {"cached": 2}, state.tensors))
+    for part in ({"start": "x"}, {"floor": [1, 2, 3]}, {"replay_starts": ["x"]}, {"cached": "x"}):
+        with pytest.raises(StateError, match="damaged"):
+            engine.import_state(RequestState(state.header | part, state.tensors))
+    for part in ({"logprobs": torch.zeros(1)}, {"mask.ids": torch.zeros(0), "mask.offsets": torch.zeros(4)}):
+        with pytest.raises(StateError, match="damaged"):
+            engine.import_state(RequestState(state.header, state.tensors | part))
     assert not engine.has_work
 
 
