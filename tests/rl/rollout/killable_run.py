@@ -47,7 +47,9 @@ def make_engine(kind: str, log: TokenLog) -> tuple[Engine, dict[str, torch.Tenso
     policy = Policy(PolicyConfig.preset("nano"))
     policy.reset_parameters(1)
     weights = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
-    return NativeEngine(policy, max_requests=16, max_tokens=128, on_step=log.on_step), weights
+    # As in a run's configuration: a bounded replay after a kill would begin elsewhere than the one before it.
+    engine = NativeEngine(policy, max_requests=16, max_tokens=128, on_step=log.on_step, replay="off")
+    return engine, weights
 
 
 class Run:
