@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from model.config import PolicyConfig
+from model.config import PolicyConfig, VisionConfig
 from model.policy import Policy
 
 
@@ -49,3 +49,20 @@ def three_sources() -> Policy:
     policy = Policy(config)
     policy.reset_parameters(5)
     return policy
+
+
+@pytest.fixture(scope="session")
+def small_vision() -> VisionConfig:
+    """An image tower of one layer, for images of a few patches."""
+    return VisionConfig(
+        num_hidden_layers=1,
+        hidden_size=32,
+        num_attention_heads=2,
+        intermediate_size=32,
+        patch_size=4,
+        rope_theta=10000.0,
+        downsample_ratio=3,
+        max_image_tokens=64,
+        min_pixels=16,
+        max_wh_ratio=None,
+    )

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from model.batch import Trace, floors_from_starts
-from model.config import PolicyConfig, VisionConfig
+from model.config import PolicyConfig
 from model.policy import PackedTokens, Policy
 from model.vision import ImageTokens, TokenType
 
@@ -216,22 +216,10 @@ def test_floors_are_the_latest_start():
     assert floors.tolist() == [[0, 0], [0, 0], [0, 2], [3, 2], [3, 4], [3, 4]]
 
 
-def test_images_and_draft_features_follow_the_decoders_tokens():
-    vision = VisionConfig(
-        num_hidden_layers=1,
-        hidden_size=32,
-        num_attention_heads=2,
-        intermediate_size=32,
-        patch_size=4,
-        rope_theta=10000.0,
-        downsample_ratio=3,
-        max_image_tokens=64,
-        min_pixels=16,
-        max_wh_ratio=None,
-    )
+def test_images_and_draft_features_follow_the_decoders_tokens(small_vision):
     config = replace(
         TWO_DECODER_SOURCES,
-        vision=vision,
+        vision=small_vision,
         image_token_id=63,
         num_nextn_predict_layers=1,
         compress_ratios=(*TWO_DECODER_SOURCES.compress_ratios, 0),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from model.config import PolicyConfig, VisionConfig
+from model.config import PolicyConfig
 from model.engine.engine import Engine
 from model.engine.errors import ImageError, RoleError
 from model.engine.requests import Request
@@ -20,20 +20,8 @@ GRID = (6, 9)
 
 
 @pytest.fixture(scope="module")
-def policy():
-    vision = VisionConfig(
-        num_hidden_layers=1,
-        hidden_size=32,
-        num_attention_heads=2,
-        intermediate_size=32,
-        patch_size=4,
-        rope_theta=10000.0,
-        downsample_ratio=3,
-        max_image_tokens=64,
-        min_pixels=16,
-        max_wh_ratio=None,
-    )
-    policy = Policy(replace(PolicyConfig.preset("pico"), vision=vision, image_token_id=IMAGE))
+def policy(small_vision):
+    policy = Policy(replace(PolicyConfig.preset("pico"), vision=small_vision, image_token_id=IMAGE))
     policy.reset_parameters(6)
     for block in policy.blocks:
         torch.nn.init.normal_(block.ffn.gate.bias_vl)
