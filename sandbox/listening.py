@@ -135,10 +135,14 @@ async def listen(
     stack.push_async_callback(runner.cleanup)
     assert runner.server is not None
     tls = bind.tls()
-    timeout = {"ssl_handshake_timeout": silent_s} if tls else {}
     try:
         server = await asyncio.get_running_loop().create_server(
-            gate.open(runner.server), bind.host, bind.port, ssl=tls, backlog=1024, **timeout
+            gate.open(runner.server),
+            bind.host,
+            bind.port,
+            ssl=tls,
+            backlog=1024,
+            ssl_handshake_timeout=silent_s if tls else None,
         )
     except OSError as error:
         raise PolicyError(f"{bind.host}:{bind.port} cannot be listened on: {error.strerror}") from error

@@ -49,9 +49,9 @@ class Capabilities:
 class SandboxSpec:
     """What to create. `image` names an image of the backend; empty is the built-in Python image.
 
-    A sandbox that nobody has used for `ttl_s` seconds is ended, and any `life_s` seconds after its start unless
-    that is 0. With `journal` its commands and their results
-    are written down, so that a caller who starts over can attach to it.
+    A sandbox that nobody has used for `ttl_s` seconds is ended, and any one `life_s` seconds after its start
+    unless that is 0. With `journal` its commands and their results are written down, so that a caller who
+    starts over can attach to it.
     """
 
     image: str = ""

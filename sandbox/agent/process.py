@@ -74,13 +74,14 @@ class Process(Command):
         return self.start + len(self.log) - self.seen >= self.keep or len(self.turns) >= MAX_TURNS
 
     def ask(self, poll: Poll) -> None:
-        """Takes a poll, by which its caller says what it has got."""
+        """Takes a poll, by which its caller says what it has got; one for nothing only looks."""
         now = time.monotonic()
-        was = self.full(now)
-        self.seen, self.asked = max(self.seen, poll.offset), now
-        if was:
-            self.trim()
-            self.freed = now
+        if poll.limit:
+            full = self.full(now)
+            self.seen, self.asked = max(self.seen, min(poll.offset, self.start + len(self.log))), now
+            if full:
+                self.trim()
+                self.freed = now
         self.polls.append(poll)
 
     def drain(self, fd: int) -> bytes:

@@ -58,6 +58,12 @@ def parse(data: bytes) -> Message:
     return cast("Message", message)
 
 
+def part(message: Message, name: str) -> Message:
+    """Returns the object that a message has under a name; an empty one when it has none."""
+    value: object = message.get(name)
+    return cast("Message", value) if isinstance(value, dict) else {}
+
+
 def check_type(request: web.Request, *, stream: bool) -> None:
     """Returns when a request is of the right kind.
 
@@ -139,6 +145,11 @@ async def answer_stream(
     await response.write(envelope(end, _LAST))
     await response.write_eof()
     return response
+
+
+async def once(message: Message) -> AsyncIterator[Message]:
+    """Yields one message."""
+    yield message
 
 
 def envelope(message: Message, flags: int = 0) -> bytes:
