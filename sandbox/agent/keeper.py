@@ -7,7 +7,6 @@ user of its own while it runs, so that one signal, which no fork escapes, ends a
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import gc
 import os
@@ -16,24 +15,21 @@ import struct
 import time
 from _socket import CMSG_SPACE, socket
 
-from .program import FORK, SCRATCH, become_command, warm_up
+from . import libc
+from .frames import DIRTY, DONE, EXITED, FAILED, FORK, SCRATCH, STATUS, UNKNOWN
+from .program import become_command, warm_up
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import signal
     from typing import NoReturn
 
-    from .program import Header
+    from .frames import Header
 else:
     import _signal as signal  # without enumerations, which cost more than all else here
 
-STATUS = struct.Struct("!Bi")
-EXITED, FAILED, DIRTY, DONE, SIGNAL = 0, 1, 2, 3, 4
-UNKNOWN = -(1 << 16)
 CLEAN_S, FRESH_NS = 2.0, 50_000_000
-SFD_CLOEXEC, SIGNAL_INFO = 0o2000000, 128
-PR_SET_CHILD_SUBREAPER = 36
-_libc = ctypes.CDLL(None, use_errno=True)
+SIGNAL_INFO = 128
 
 
 def serve_forks(channel: socket, config: Header) -> NoReturn:
@@ -63,7 +59,7 @@ def keep(agent: socket, streams: list[int], slot: int, user: int, config: Header
     """The keeper: runs a command, reaps its orphans, and ends its tree when the agent asks or is gone."""
     try:
         os.setsid()
-        _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        libc.prctl(libc.PR_SET_CHILD_SUBREAPER, 1)
         deaths = watch_children()
         uid = (user or config["uid"] + slot) if config["uid"] is not None else None
         before = stamps() if slot else []
@@ -91,10 +87,7 @@ def watch_children() -> int:
     """Returns a descriptor that can be read when a child has ended, without a handler that interrupts."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-    deaths = _libc.signalfd(-1, (1 << signal.SIGCHLD - 1).to_bytes(128, "little"), SFD_CLOEXEC)
-    if deaths < 0:
-        raise OSError(ctypes.get_errno(), "no descriptor for signals")
-    return deaths
+    return libc.signalfd(signal.SIGCHLD)
 
 
 def attend(agent: socket, deaths: int, child: int, brief: bool) -> int | None:
