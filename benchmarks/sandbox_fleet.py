@@ -4,7 +4,7 @@
 
 | part | what |
 |---|---|
-| exec | a command's round trip; ours, `docker exec` and SWE-ReX take turns |
+| exec | a command's round trip; ours, `docker exec` and SWE-ReX take turns of ten |
 | claim | a warm sandbox and its first command, against create, start and first exec of plain Docker, and SWE-ReX |
 | light | until a sandbox of the light tier is ready |
 | live | many sandboxes at once: memory each, exec against that of a single one, processor time |
@@ -44,6 +44,7 @@ from sandbox.types import SandboxSpec
 
 SPEC = SandboxSpec(journal=False)
 GROUP = 8
+TURN, SETTLE_S = 10, 0.2
 _MIB = 1 << 20
 
 
@@ -63,11 +64,17 @@ async def exec_ratio(calls: int, peer: SweRex | None) -> list[Figure]:
         box = await stack.enter_async_context(await fleet.create(SPEC))
         container = stack.enter_context(plain.one())
         runtime = await stack.enter_async_context(peer.box()) if peer else None
-        for _ in range(calls):
-            ours.append(await timed(lambda: box.exec(["true"])))
-            engine.append(await timed(lambda: asyncio.to_thread(plain.exec, container)))
-            if peer:
-                theirs.append(await timed(lambda: peer.exec(runtime)))
+        turns: list[tuple[list[float], Callable[[], Awaitable[object]]]] = [
+            (ours, lambda: box.exec(["true"])),
+            (engine, lambda: asyncio.to_thread(plain.exec, container)),
+        ]
+        if peer:
+            turns.append((theirs, lambda: peer.exec(runtime)))
+        for _ in range(max(calls // TURN, 3)):
+            for times, call in turns:
+                await call()
+                times += [await timed(call) for _ in range(TURN)]
+                await asyncio.sleep(SETTLE_S)  # what one leaves to be done is not the next one's
     figures = [
         Figure("exec", "docker exec p50 / ours", p50(engine) / p50(ours), "x", least=25),
         Figure("exec", "ours beside them p50", p50(ours), "ms"),
@@ -251,7 +258,14 @@ async def burst(count: int) -> list[Figure]:
             rate = len(boxes) / seconds
             told = ", ".join(f"{n} {what}" for what, n in sorted(said.items()))
             figures += [
-                Figure("burst", f"{count} {name}: made or refused in kind", count - untyped, "", least=count, note=told),
+                Figure(
+                    "burst",
+                    f"{count} {name}: made or refused in kind",
+                    count - untyped,
+                    "",
+                    least=count,
+                    note=told,
+                ),
                 Figure("burst", f"{name}: starts against plain Docker's", rate / plain_rate, "x", least=1.0),
             ]
             await asyncio.gather(*(box.close() for box in boxes))
@@ -293,7 +307,14 @@ async def pause_alone(calls: int) -> list[Figure]:
 
 def alone(arguments: argparse.Namespace) -> list[Figure]:
     """Runs the parts whose times have bounds of their own, in a child at real-time priority."""
-    command = [sys.executable, "-m", "benchmarks.sandbox_fleet", "--alone", "--parts", ",".join(arguments.parts)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.sandbox_fleet",
+        "--alone",
+        "--parts",
+        ",".join(arguments.parts),
+    ]
     done = subprocess.run([*command, "--calls", str(arguments.calls)], stdout=subprocess.PIPE, check=True)
     return [Figure(**figure) for figure in json.loads(done.stdout.splitlines()[-1])]
 
@@ -304,7 +325,12 @@ async def measured_alone(arguments: argparse.Namespace) -> list[Figure]:
         "exec": exec_alone, "claim": claim_alone, "light": light_alone, "pause": pause_alone,
     }  # fmt: skip
     note = "" if realtime() else "not at real-time priority"
-    found = [figure for name, part in parts.items() if name in arguments.parts for figure in await part(arguments.calls)]
+    found = [
+        figure
+        for name, part in parts.items()
+        if name in arguments.parts
+        for figure in await part(arguments.calls)
+    ]
     return [Figure(**{**asdict(figure), "note": note}) for figure in found]
 
 
@@ -329,7 +355,9 @@ async def measured(arguments: argparse.Namespace) -> list[Figure]:
 def main() -> None:
     """Measures and prints."""
     every = ["exec", "claim", "light", "live", "burst", "pause"]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", type=lambda text: text.split(","), default=every)
     parser.add_argument("--calls", type=int, default=60)
     parser.add_argument("--live", type=int, default=300)
@@ -348,7 +376,9 @@ def main() -> None:
     figures += quiet
     bounded = [figure for figure in figures if figure.most is not None or figure.least is not None]
     held = sum(figure.holds for figure in bounded)
-    values = "; ".join(f"{figure.part} {figure.name} {figure.value:.3g} {figure.unit}".strip() for figure in bounded)
+    values = "; ".join(
+        f"{figure.part} {figure.name} {figure.value:.3g} {figure.unit}".strip() for figure in bounded
+    )
     print(f"load {os.getloadavg()[0]:.1f}; {values}; held {held}/{len(bounded)}")
     raise SystemExit(0 if held == len(bounded) else 1)
 

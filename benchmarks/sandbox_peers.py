@@ -64,11 +64,15 @@ class SweRex:
     def __init__(self) -> None:
         version = "{}.{}".format(*sys.version_info)
         if not (Path("/usr/bin") / f"python{version}").exists():
-            raise SystemExit(f"SWE-ReX's server needs the packages of /usr/bin/python{version}, which is not there")
+            raise SystemExit(
+                f"SWE-ReX's server needs the packages of /usr/bin/python{version}, which is not there"
+            )
         try:
             from swerex.deployment.docker import DockerDeployment
         except ImportError:
-            raise SystemExit("the peer is missing: pip install 'tempering[bench]', or leave it out: --no-peer") from None
+            raise SystemExit(
+                "the peer is missing: pip install 'tempering[bench]', or leave it out: --no-peer"
+            ) from None
         logging.getLogger("rex-deploy").disabled = True
         logging.getLogger("rex-runtime").disabled = True
         self._deployment: Any = DockerDeployment
@@ -86,7 +90,9 @@ class SweRex:
             mounts = ["/usr:/usr:ro", f"{packages}:/opt/packages:ro", f"{folder}:/opt/launcher:ro"]
             arguments = [part for mount in mounts for part in ("-v", mount)]
             arguments += ["-e", "PYTHONPATH=/opt/packages", "-e", "PATH=/opt/launcher:/usr/bin:/bin"]
-            deployment = self._deployment(image=self._image, pull="never", docker_args=arguments, startup_timeout=60)
+            deployment = self._deployment(
+                image=self._image, pull="never", docker_args=arguments, startup_timeout=60
+            )
             await deployment.start()
             try:
                 yield deployment.runtime

@@ -133,16 +133,20 @@ class Births:
             FileError: It has files that cannot be read.
         """
         parent = self._node.box(box_id, owner)
-        taken = await self._node.snapshots.take(parent)
-        children = [asyncio.create_task(self._child(parent, taken)) for _ in range(count)]
+        taking = asyncio.create_task(self._node.snapshots.take(parent))
+        await asyncio.sleep(0)  # one that is busy is refused before anything starts
+        children = [
+            asyncio.create_task(self._child(parent, taking)) for _ in range(0 if taking.done() else count)
+        ]
         try:
-            made = await asyncio.gather(*children, return_exceptions=True)
+            made = await asyncio.gather(*children, taking, return_exceptions=True)
         except asyncio.CancelledError:
             for child in children:
                 child.cancel()
-            made = await asyncio.gather(*children, return_exceptions=True)
+            made = await asyncio.gather(*children, taking, return_exceptions=True)
         finally:
-            self._node.snapshots.remove(taken.id, owner)
+            if taking.done() and not taking.cancelled() and taking.exception() is None:
+                self._node.snapshots.remove(taking.result().id, owner)
         boxes = [box for box in made if isinstance(box, Box)]
         for failure in made:
             if isinstance(failure, BaseException):
@@ -150,12 +154,13 @@ class Births:
                 raise failure
         return boxes
 
-    async def _child(self, parent: Box, taken: Snapshot) -> Box:
+    async def _child(self, parent: Box, taking: asyncio.Task[Snapshot]) -> Box:
         box_id = f"{self._node.boot}-{secrets.token_hex(6)}"
         with self._place(box_id, parent.spec):
             box = await self._start(box_id, box_id, parent.owner, parent.backend, parent.spec)
             box.ttl_s, box.snapshot = parent.ttl_s, parent.snapshot
             async with self._unborn_until_entered(box):
+                taken = await asyncio.shield(taking)
                 await load(box, self._node.snapshots.tree(taken.id))
                 if parent.recorder is not None:
                     past = parent.recorder.journal
