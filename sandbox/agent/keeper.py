@@ -34,10 +34,14 @@ SIGNAL_INFO = 128
 
 def serve_forks(channel: socket, config: Header) -> NoReturn:
     """The zygote: forks a keeper for every message of the agent."""
-    warm_up()
-    gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    waiting, warm = select.poll(), False
+    waiting.register(channel.fileno(), select.POLLIN)
     while True:
+        if not warm and not waiting.poll(0):  # whoever waits already goes first
+            warm_up()
+            gc.freeze()
+            warm = True
         data, parts, _, _ = channel.recvmsg(FORK.size, CMSG_SPACE(20))
         if not data:
             os._exit(0)
