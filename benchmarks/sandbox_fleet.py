@@ -29,7 +29,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -185,12 +185,20 @@ def processes_of(fleet: Fleet) -> list[psutil.Process]:
 
 def memory_bytes(processes: list[psutil.Process]) -> int:
     """Returns the memory of processes, with shared pages divided among those that share them."""
-    return sum(process.memory_full_info().pss for process in processes)
+    total = 0
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):  # a fork that waited and was let go
+            total += process.memory_full_info().pss
+    return total
 
 
 def cpu_s(processes: list[psutil.Process]) -> float:
     """Returns the processor time of processes and of their children that have ended."""
-    return sum(sum(process.cpu_times()[:4]) for process in processes)
+    total = 0.0
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            total += sum(process.cpu_times()[:4])
+    return total
 
 
 async def live(count: int, calls: int) -> list[Figure]:
