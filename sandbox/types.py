@@ -31,7 +31,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend holds on this machine. Asking for what it lacks is an error, never a downgrade."""
+    """What a backend holds on this machine. Asking for what it lacks is an error, never a downgrade.
+
+    `terminal_signals`: keys such as Ctrl-C signal the processes of a terminal. `oom_told`: a process beyond the
+    memory limit is ended alone, and the result of its command says so; without it an allocation fails or the
+    whole sandbox ends. `stateful`: what a command leaves is there for the next; without it each command starts
+    in an empty place of its own, and only commands are on offer.
+    """
 
     images: bool
     memory_limit: bool
@@ -43,6 +49,9 @@ class Capabilities:
     disk_snapshot: bool = True
     memory_snapshot: bool = False
     terminal: bool = True
+    terminal_signals: bool = True
+    oom_told: bool = True
+    stateful: bool = True
 
 
 @dataclass(frozen=True, slots=True)

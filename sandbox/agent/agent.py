@@ -418,6 +418,8 @@ def main() -> None:
         os.dup2(null, fd)
     os.close(null)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    if os.getpid() == 1:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans come here and are nobody's to wait for
     gc.collect()
     gc.freeze()
     libc.call("malloc_trim", 0)  # what the imports needed is not needed any more

@@ -39,7 +39,7 @@ def become_command(streams: list[int], uid: int | None, brief: bool, config: Hea
             resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
         os.umask(0o077 if brief else 0o022)
         if uid is not None:
-            os.setgroups([])
+            os.setgroups([config["tag"]] if config["tag"] else [])
             os.setresgid(uid, uid, uid)
             os.setresuid(uid, uid, uid)
             libc.drop_capabilities()
