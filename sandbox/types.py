@@ -58,7 +58,8 @@ class Capabilities:
 class SandboxSpec:
     """What to create. `image` names an image of the backend; empty is the built-in Python image.
 
-    A sandbox that nobody has used for `ttl_s` seconds is ended. With `journal` its commands and their results
+    A sandbox that nobody has used for `ttl_s` seconds is ended, and any `life_s` seconds after its start unless
+    that is 0. With `journal` its commands and their results
     are written down, so that a caller who starts over can attach to it.
     """
 
@@ -67,6 +68,7 @@ class SandboxSpec:
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     ttl_s: float = 3600.0
     journal: bool = True
+    life_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

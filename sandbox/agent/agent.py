@@ -35,7 +35,7 @@ from _socket import (
 from . import libc, small_json
 from .command import Command, Launched
 from .frames import FORK, JOB, STATUS
-from .process import Poll, Process
+from .process import FOREVER, Poll, Process
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -84,6 +84,9 @@ class Agent:
                 if isinstance(command, Process):
                     for poll, data, fields in command.ready(now):
                         self.reply(poll.id, data, **fields)
+                    if now >= command.deadline and not command.ended_at and not self.held_at:
+                        command.deadline = FOREVER
+                        command.stop()
                 elif command.finished(now):
                     self.report(command, now)
                 elif now >= command.deadline and not command.ended_at and not self.held_at:
@@ -117,6 +120,8 @@ class Agent:
     def register(self, poller: select.poll, command: Command, owners: dict[int, Command]) -> None:
         """Adds the descriptors of a command to what is waited for; a stream waits for a full channel."""
         full = command.stream and len(self.outgoing) > FULL
+        if isinstance(command, Process):
+            full = command.full(time.monotonic())
         fds = [] if command.gone else [command.keeper.fileno()]
         fds += [] if full else command.outputs()
         if command.extra_fd >= 0 and not isinstance(command, Process):
@@ -217,7 +222,7 @@ class Agent:
 
     def do_poll(self, header: Header, text: bytes, payload: bytes) -> None:
         """Answers with output and state, as soon as there is news."""
-        self.process(header).polls.append(Poll(header))
+        self.process(header).ask(Poll(header))
 
     def do_signal(self, header: Header, text: bytes, payload: bytes) -> None:
         """Sends a signal to a process and its group."""

@@ -43,6 +43,10 @@ def perform(job: Header) -> int:
     if job["op"] == "unpack":
         unpack(os.fsencode(job["path"]))
         return 0
+    if job["op"] == "move":
+        os.makedirs(os.path.dirname(job["to"]) or ".", exist_ok=True)
+        os.rename(job["path"], job["to"])
+        return 0
     remove(job["path"])
     return 0
 

@@ -97,10 +97,10 @@ def perform(job: Header) -> int:
     if job["op"] == "python":
         return run_source(read_exactly(job["source_bytes"]))
     if job["op"] == "read":
-        return copy_out(job["path"], job["max_bytes"])
+        return copy_out(job["path"], job["max_bytes"], job.get("at", -1))
     if job["op"] == "write":
-        return copy_in(job["path"], job["mode"] & 0o777)
-    if job["op"] in ("list", "stat", "pack", "unpack", "remove"):
+        return copy_in(job["path"], job["mode"] & 0o777, job.get("at", 0))
+    if job["op"] in ("list", "stat", "pack", "unpack", "remove", "move"):
         return files.perform(job)
     if job["op"] == "nothing":
         return 0
@@ -178,22 +178,31 @@ def run_source(source: bytes) -> int:
     return code & 255
 
 
-def copy_out(path: str, limit: int) -> int:
-    """Writes a regular file to standard output; one that is larger than `limit` is refused."""
+def copy_out(path: str, limit: int, at: int) -> int:
+    """Writes a regular file to standard output, or `limit` bytes of it from `at` on.
+
+    Without a place to begin at, a file that is larger than `limit` is refused.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     info = os.fstat(fd)
     if info.st_mode & 0o170000 != 0o100000:
         raise OSError(errno.EINVAL, "not a regular file")
+    if at >= 0:
+        os.lseek(fd, at, os.SEEK_SET)
+        files.write_all(files.read_up_to(fd, limit))
+        return 0
     if info.st_size > limit:
         raise OSError(errno.EFBIG, str(info.st_size) + " bytes are more than the limit of " + str(limit))
     copy_all(fd, 1)
     return 0
 
 
-def copy_in(path: str, mode: int) -> int:
-    """Writes standard input to a file."""
+def copy_in(path: str, mode: int, at: int) -> int:
+    """Writes standard input to a file, from `at` on; from its start it replaces what was there."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    how = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | (0 if at else os.O_CREAT | os.O_TRUNC)
+    fd = os.open(path, how, mode)
+    os.lseek(fd, at, os.SEEK_SET)
     copy_all(0, fd)
     os.fchmod(fd, mode)
     return 0
