@@ -96,6 +96,10 @@ def image_files(agent: Path) -> Iterator[tuple[str, Path]]:
     yield "/usr/bin/python3", interpreter
     for path in sorted(shared_libraries([*programs, *extensions])):
         yield path, Path(path)
+    if (
+        cache := Path("/etc/ld.so.cache")
+    ).exists():  # without it each program looks for its libraries in vain places
+        yield str(cache), cache
     for path in sorted(agent.rglob("*.py*")):
         yield f"{AGENT_FOLDER}/agent/{path.relative_to(agent)}", path
 
@@ -110,7 +114,7 @@ def shared_libraries(programs: Iterable[Path]) -> set[str]:
 
 
 def _digest(files: Iterable[tuple[str, Path]]) -> str:
-    digest = hashlib.sha256(b"layout 2")
+    digest = hashlib.sha256(b"layout 3")
     for name, path in files:
         content = hashlib.sha256(path.read_bytes()).hexdigest()
         digest.update(f"{name} {content} {path.stat().st_mode & 0o111}\n".encode())

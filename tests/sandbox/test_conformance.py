@@ -258,3 +258,7 @@ async def test_pool_spreads_calls_and_replaces_the_dead(fleet: Fleet) -> None:
         except LostError:
             lost += 1
     assert lost == 1 and pool.replaced == 1
+
+
+async def test_the_system_serves_commands_as_it_serves_others(box: RemoteBox) -> None:
+    assert (await box.exec("test -r /etc/ld.so.cache && ls /etc")).exit_code == 0
