@@ -94,7 +94,7 @@ def image_files(agent: Path) -> Iterator[tuple[str, Path]]:
     for program in programs:
         yield f"/usr/bin/{program.name}", program
     yield "/usr/bin/python3", interpreter
-    for path in sorted(_shared_libraries([*programs, *extensions])):
+    for path in sorted(shared_libraries([*programs, *extensions])):
         yield path, Path(path)
     if (
         cache := Path("/etc/ld.so.cache")
@@ -104,7 +104,8 @@ def image_files(agent: Path) -> Iterator[tuple[str, Path]]:
         yield f"{AGENT_FOLDER}/agent/{path.relative_to(agent)}", path
 
 
-def _shared_libraries(programs: Iterable[Path]) -> set[str]:
+def shared_libraries(programs: Iterable[Path]) -> set[str]:
+    """Returns the libraries that programs or libraries need, their loader among them."""
     found: set[str] = set()
     for program in programs:
         listed = subprocess.run(["ldd", program], capture_output=True, text=True, check=False).stdout
