@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import time
 from _socket import socket
 
 from .command import GRACE_S, Command, Launched
-from .keeper import SIGNAL, STATUS
-from .program import CHUNK
+from .frames import CHUNK, SIGNAL, STATUS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import os
     from typing import Any
 
-    from .program import Header
+    from .frames import Header
+else:
+    import posix as os
 
 MAX_INPUT = 1 << 20
 MAX_TURNS = 1024

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import builtins
-import ctypes
 import errno
 import os
 import resource
-import struct
 import sys
 
-from . import files, small_json
-from .files import CHUNK
+from . import files, libc, small_json
+from .frames import CHUNK, JOB
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import signal
-    from typing import Any, NoReturn
+    from typing import NoReturn
 
-    Header = dict[str, Any]
+    from .frames import Header
 else:
     import _signal as signal  # without enumerations, which cost more than all else here
 
-JOB = struct.Struct("!I")
-FORK = struct.Struct("!II")
-SCRATCH = ("/tmp", "/workspace", "/dev/shm")
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/workspace", "LANG": "C.UTF-8"}
-PR_SET_DUMPABLE = 4
-CAPABILITY_VERSION = 0x20080522
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def become_command(streams: list[int], uid: int | None, brief: bool, config: Header) -> NoReturn:
@@ -47,16 +39,16 @@ def become_command(streams: list[int], uid: int | None, brief: bool, config: Hea
             resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
         os.umask(0o077 if brief else 0o022)
         if uid is not None:
-            os.setgroups([])
+            os.setgroups([config["tag"]] if config["tag"] else [])
             os.setresgid(uid, uid, uid)
             os.setresuid(uid, uid, uid)
-            _libc.capset(struct.pack("II", CAPABILITY_VERSION, 0), bytes(24))
+            libc.drop_capabilities()
         if brief:
             open_streams()
             run_source(b"print('', end='')")  # copies pages before the job is there and its caller waits
             perform(small_json.loads('{"op": "nothing", "cwd": "/"}'))
         job = small_json.loads(read_exactly(JOB.unpack(read_exactly(JOB.size))[0]))
-        _libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # not before: others of its user cannot reach one that waits
+        libc.prctl(libc.PR_SET_DUMPABLE, 1)  # not before: others of its user cannot reach one that waits
         code = perform(job)
     except BaseException as error:
         os.write(2, (type(error).__name__ + ": " + str(error) + "\n").encode())
