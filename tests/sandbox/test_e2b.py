@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import io
 import json
 import os
@@ -49,28 +50,34 @@ class Service:
     """A front with E2B beside it, in a process of its own."""
 
     folder: Path
-    access: bool = True
     tokens: dict[str, str] = field(default_factory=dict)
+    projects: dict[str, str] = field(default_factory=dict)
     urls: dict[str, str] = field(default_factory=dict)
     process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
-        entries: list[dict[str, str]] = []
+        """Starts it, at the port where it was before."""
         for name, project in (("alice", "lab/a"), ("bob", "lab/b"), ("carol", "small")):
-            self.tokens[name], sha256 = fresh_token()
-            entries.append({"name": name, "sha256": sha256, "project": project})
+            self.tokens.setdefault(name, fresh_token()[0])
+            self.projects[name] = project
+        entries = [
+            {
+                "name": name,
+                "sha256": hashlib.sha256(token.encode()).hexdigest(),
+                "project": self.projects[name],
+            }
+            for name, token in self.tokens.items()
+        ]
         access, templates = self.folder / "access", self.folder / "templates"
-        quotas = {"small": {"sandboxes": 1}}
         access.touch(0o600)
+        quotas = {"small": {"sandboxes": 1}}
         access.write_text(json.dumps({"version": 1, "projects": quotas, "tokens": entries}))
         templates.write_text(json.dumps({"version": 1, "templates": TEMPLATES}))
-        self.run("--access", str(access), "--e2b-templates", str(templates))
-
-    def run(self, *words: str, port: str = "0") -> None:
-        keep = {name: value for name, value in os.environ.items() if not name.startswith("TEMPER_SANDBOX")}
+        port = self.urls.get("e2b", ":0").rpartition(":")[2]
         command = [sys.executable, "-m", "rl.launch.cli", "sandbox", "serve", "--local", "--port", "0"]
-        command += ["--state", str(self.folder), "--e2b", f"127.0.0.1:{port}"]
-        command += ["--audit", str(self.folder / "audit"), *words]
+        command += ["--state", str(self.folder), "--e2b", f"127.0.0.1:{port}", "--access", str(access)]
+        command += ["--audit", str(self.folder / "audit"), "--e2b-templates", str(templates)]
+        keep = {name: value for name, value in os.environ.items() if not name.startswith("TEMPER_SANDBOX")}
         with (self.folder / "log").open("a") as log:
             self.process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=log, text=True, env={**keep, "PYTHONPATH": str(ROOT)}
@@ -429,23 +436,13 @@ async def test_the_async_client(service: Service) -> None:
         assert await box.kill() is True
 
 
-def test_a_front_that_starts_over_finds_all_as_it_was(tmp_path: Path) -> None:
-    """With one command and no file: the token is made and kept."""
-    service = Service(tmp_path)
-    service.run()
-    try:
-        service.tokens["alice"] = (tmp_path / "client.token").read_text()
-        assert (tmp_path / "client.token").stat().st_mode & 0o777 == 0o600
-        box = Sandbox.create(timeout=300, metadata={"a": "b"}, **service.options())
-        handle = box.commands.run("read x; echo got $x", background=True, stdin=True, timeout=300)
-        handle.disconnect()
-        service.stop()
-        port = service.urls["e2b"].rpartition(":")[2]
-        service.run(port=port)
-        assert box.get_info().metadata == {"a": "b"}
-        box.commands.send_stdin(handle.pid, "it\n")
-        assert box.commands.connect(handle.pid).wait().stdout == "got it\n"
-        assert box.kill() is True
-    finally:
-        service.stop()
-        service.end_node()
+def test_a_front_that_starts_over_finds_all_as_it_was(service: Service) -> None:
+    box = Sandbox.create(timeout=300, metadata={"a": "b"}, **service.options())
+    handle = box.commands.run("read x; echo got $x", background=True, stdin=True, timeout=300)
+    handle.disconnect()
+    service.stop()
+    service.start()
+    assert box.get_info().metadata == {"a": "b"}
+    box.commands.send_stdin(handle.pid, "it\n")
+    assert box.commands.connect(handle.pid).wait().stdout == "got it\n"
+    assert box.kill() is True
