@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sandbox.node import Node
 
 _START_TIMEOUT_S = 60.0
+_KEYS = 1024
 
 
 class Births:
@@ -55,6 +56,8 @@ class Births:
             InfrastructureError: It did not come up.
         """
         if key:
+            if len(self._keys) > _KEYS:
+                self._keys = {held: lock for held, lock in self._keys.items() if lock.locked()}
             async with self._keys.setdefault((owner, key), asyncio.Lock()):
                 made = [box for box in self._node.living.values() if (box.owner, box.key) == (owner, key)]
                 return made[0] if made else await self._create(owner, backend, spec, key, snapshot)

@@ -25,6 +25,7 @@ from sandbox.errors import (
 from sandbox.outcome import FIELDS, Outcome
 from sandbox.recovery import Claim, Recorder, Replay, replay
 from sandbox.resident import STATE, Resident, Sink, check_result
+from sandbox.shapes import check_command
 from sandbox.types import Capabilities, SandboxSpec
 
 _PROCESSES_A_COMMAND = 8
@@ -139,6 +140,7 @@ class Box:
         known = OPERATIONS | Background.OPERATIONS
         if command["op"] not in known:
             raise PolicyError(f"there is no command {command['op']!r}, only {', '.join(sorted(known))}")
+        check_command(command)
         if (user := command.get("user")) is not None:
             if not self.capabilities.separate_users:
                 raise PolicyError(

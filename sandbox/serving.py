@@ -15,7 +15,7 @@ from typing import cast
 
 from aiohttp import web
 
-from sandbox.audit import Audit, asked, outcome
+from sandbox.audit import Audit, asked, outcome, owner_of
 from sandbox.channel import Header
 from sandbox.errors import PolicyError, ProtocolError, SandboxError
 from sandbox.metrics import Metrics
@@ -97,7 +97,7 @@ class Shell:
         principal = self._access.principal(request.headers.get("Authorization", ""))
         if principal is None:
             self._denied.add()
-            self._audit.write(event="denied", peer=request.remote, path=request.path)
+            self._audit.write(event="denied", peer=request.remote, path=request.path[:200])
             denied = refusal(
                 PolicyError("this needs a token that is known here: Authorization: Bearer ..."), 401
             )
@@ -144,8 +144,8 @@ class Shell:
             raise PolicyError(f"there is no operation {str(header['op'])[:40]!r} here")
         try:
             return await self._act(principal, header, body, sink)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            _LOG.exception("the call %s failed", header["op"])
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            _LOG.warning("the call %s has a wrong shape", header["op"], exc_info=error)
             raise PolicyError(f"the call has a wrong shape: {type(error).__name__}: {error}") from error
 
     def _account(
@@ -166,8 +166,7 @@ class Shell:
         self._bytes.add("out", by=len(data))
         if operation in _QUIET and failure is None:
             return
-        owner = header.get("client", {}).get("owner", header.get("owner", ""))
-        who = {"principal": principal.name, "project": principal.project, "owner": owner}
+        who = {"principal": principal.name, "project": principal.project, "owner": owner_of(header)}
         made = {name: reply[name] for name in ("box", "snapshot") if name in reply}
         self._audit.write(
             event="call", op=operation, **who, **{**asked(header, body), **made}, **ended,

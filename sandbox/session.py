@@ -15,6 +15,7 @@ from sandbox.about import describe
 from sandbox.channel import ByteReader, Header, encode, read_frame
 from sandbox.errors import InfrastructureError, ProtocolError, SandboxError, to_wire
 from sandbox.recovery import Claim
+from sandbox.shapes import MAX_LEASE_S, MAX_LIFE_S, check_spec, check_time
 from sandbox.types import Limits, SandboxSpec
 from sandbox.versions import API, UNSAID, served
 
@@ -79,7 +80,7 @@ class Session:
             frame = encode({**reply, "id": number}, data)
         except SandboxError as error:
             frame = encode({"error": to_wire(error), "id": number})
-        except (OSError, KeyError, TypeError, ValueError) as error:
+        except (OSError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             _LOG.exception("request %s failed", header.get("op"))
             problem = InfrastructureError(f"the node failed: {type(error).__name__}: {error}")
             frame = encode({"error": to_wire(problem), "id": number})
@@ -101,7 +102,8 @@ class Session:
             raise ProtocolError("a client has one owner")
         served(header.get("version", UNSAID))
         self._owner = str(header["owner"])
-        self._lease = self._node.join(self._owner, float(header["lease_s"]))
+        lease_s = check_time(header["lease_s"], "lease_s", 0.0, MAX_LEASE_S)
+        self._lease = self._node.join(self._owner, lease_s)
         capabilities = asdict(backend.capabilities())
         welcome: Header = {"backend": backend.name, "pid": os.getpid(), "version": API}
         return {**welcome, "capabilities": capabilities}, b""
@@ -144,9 +146,10 @@ class Session:
     async def _extend(self, header: Header, body: bytes) -> _Reply:
         box = self._node.box(header["box"], self._owner)
         if "ttl_s" in header:
-            box.extend(float(header["ttl_s"]))
+            box.extend(check_time(header["ttl_s"], "ttl_s", 1e-9, MAX_LIFE_S))
         if "life_s" in header:
-            box.live(float(header["life_s"]), at_least=bool(header.get("at_least")))
+            life_s = check_time(header["life_s"], "life_s", 0.0, MAX_LIFE_S)
+            box.live(life_s, at_least=bool(header.get("at_least")))
         return {}, b""
 
     async def _describe(self, header: Header, body: bytes) -> _Reply:
@@ -195,4 +198,4 @@ def _about(box: Box) -> Header:
 def spec_from(data: Mapping[str, Any]) -> SandboxSpec:
     """Returns the specification that a client sent as JSON values."""
     fields: dict[str, Any] = {**data, "limits": Limits(**data["limits"])}
-    return SandboxSpec(**fields)
+    return check_spec(SandboxSpec(**fields))

@@ -43,6 +43,10 @@ async def read_body(request: web.Request, most: int = MAX_MESSAGE) -> bytes:
     return bytes(data)
 
 
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
+
 def parse(data: bytes) -> Message:
     """Returns a message.
 
@@ -50,7 +54,7 @@ def parse(data: bytes) -> Message:
         E2BError: It is no JSON object.
     """
     try:
-        message: object = json.loads(data or b"{}")
+        message: object = json.loads(data or b"{}", parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise E2BError(BAD, "the request is not JSON") from error
     if not isinstance(message, dict):
