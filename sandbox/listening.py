@@ -129,7 +129,7 @@ async def listen(
     """
     gate, bind = Gate(listener.app, most, silent_s), listener.bind
     runner = web.AppRunner(
-        listener.app, handler_cancellation=True, access_log=None, shutdown_timeout=5.0, lingering_time=2.0
+        listener.app, handler_cancellation=True, access_log=None, shutdown_timeout=5.0, lingering_time=1.0
     )
     await runner.setup()
     stack.push_async_callback(runner.cleanup)

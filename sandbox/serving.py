@@ -11,7 +11,6 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 from aiohttp import web
 
@@ -24,7 +23,6 @@ from sandbox.versions import API
 from sandbox.wire import MAX_REQUEST, VERSION, Sink, answer, read_call, refusal, version_of
 
 Act = Callable[[Principal, Header, bytes, Sink], Awaitable[tuple[Header, bytes]]]
-_PRINCIPAL = "principal"
 _QUIET = frozenset({"load", "present", "ping"})
 """Calls that programs make every few seconds; the audit log has them when they fail."""
 
@@ -103,11 +101,15 @@ class Shell:
             )
             denied.force_close()
             return denied
-        request[_PRINCIPAL] = principal
         try:
             return await handler(request)
         except SandboxError as error:
             return refusal(error)
+
+    def _who(self, request: web.Request) -> Principal:
+        principal = self._access.principal(request.headers.get("Authorization", ""))
+        assert principal is not None  # the guard has let it through
+        return principal
 
     async def _call(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -119,7 +121,7 @@ class Shell:
                 header, body = await read_call(request)
         except TimeoutError as error:
             raise ProtocolError(f"the call did not arrive within {_BODY_S:.0f} s") from error
-        return await answer(request, header, body, self.watched(_who(request)))
+        return await answer(request, header, body, self.watched(self._who(request)))
 
     def watched(self, principal: Principal) -> Callable[..., Awaitable[tuple[Header, bytes]]]:
         """Returns what performs the calls of a principal, counted and written into the audit log."""
@@ -174,13 +176,9 @@ class Shell:
         )  # fmt: skip
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
-        if not _who(request).operator:
+        if not self._who(request).operator:
             raise PolicyError("metrics are for operators")
         return web.Response(text=self.metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4"})
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
         return web.Response(text=json.dumps({"api": API}), headers={VERSION: str(API)})
-
-
-def _who(request: web.Request) -> Principal:
-    return cast("Principal", request[_PRINCIPAL])

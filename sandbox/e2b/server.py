@@ -107,7 +107,7 @@ class E2BFront:
         rpc = request.content_type.startswith("application/") and request.path.startswith(_AGENT[:2])
         try:
             if not agent:
-                request["who"] = self._keys.caller(request.headers.get("X-API-Key", ""))
+                self._keys.caller(request.headers.get("X-API-Key", ""))
             elif not request.headers.get("X-Access-Token"):
                 raise E2BError(UNAUTHENTICATED, "this needs the access token (X-Access-Token) of the sandbox")
             else:
