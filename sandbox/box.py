@@ -52,6 +52,9 @@ class Box:
     recorder: Recorder | None = None
     key: str = ""
     snapshot: str = ""
+    name: str = ""
+    pool: str = ""
+    born: float = field(default_factory=time.monotonic)
     ttl_s: float = field(init=False)
     resident: Resident = field(init=False)
     background: Background = field(init=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -21,7 +21,8 @@ COMMAND_UID = 60000
 class Started:
     """A sandbox that runs: its agent's streams, how to end it, and how often the kernel killed for memory.
 
-    `pause` stops (True) all its processes or lets them go on; None where the backend cannot.
+    `pause` stops (True) all its processes or lets them go on; None where the backend cannot. `groups` gives
+    the folders of its control groups by controller, as far as there are any.
     """
 
     reader: ByteReader
@@ -29,6 +30,7 @@ class Started:
     kill: Callable[[], Awaitable[None]]
     oom_kills: Callable[[], int]
     pause: Callable[[bool], Awaitable[None]] | None = None
+    groups: Callable[[], Mapping[str, Path]] = dict[str, Path]
 
 
 class Backend(Protocol):
@@ -50,6 +52,15 @@ class Backend(Protocol):
 
     def leave(self) -> None:
         """Lets go of what the node shares between its sandboxes; there are none any more."""
+        ...
+
+    async def reap(self, held: Callable[[], Set[str]]) -> list[str]:
+        """Removes what this node's run has under names that are not held; returns names.
+
+        Args:
+            held: Gives the names (`box_id` of `start`) that must stay; to be asked after looking what there
+                is, on the event loop, as a start may begin meanwhile.
+        """
         ...
 
     async def reclaim(self, state_dir: Path) -> list[str]:

@@ -11,11 +11,11 @@ import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 
 from sandbox.backends.base import COMMAND_UID, Started, agent_command
-from sandbox.backends.cgroups import Cgroup, controllers, leave, sweep
+from sandbox.backends.cgroups import Cgroup, controllers, leave, own_groups, remove_groups, sweep
 from sandbox.errors import InfrastructureError, PolicyError
 from sandbox.toolkit import AGENT, build
 from sandbox.types import Capabilities, Limits, SandboxSpec
@@ -102,7 +102,9 @@ class Bubblewrap:
         async def pause(stop: bool) -> None:
             await cgroup.freeze(stop)
 
-        return Started(stdout, stdin, kill, oom_kills, pause if cgroup.freezes else None)
+        return Started(
+            stdout, stdin, kill, oom_kills, pause if cgroup.freezes else None, lambda: cgroup.folders
+        )
 
     async def _spawn(self, cgroup: Cgroup, limits: Limits) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
@@ -117,6 +119,13 @@ class Bubblewrap:
     async def reclaim(self, state_dir: Path) -> list[str]:
         """Sandboxes die with their node (`--die-with-parent`); only control groups can be left."""
         return await asyncio.to_thread(sweep)
+
+    async def reap(self, held: Callable[[], Set[str]]) -> list[str]:
+        """Ends what runs in this node's control groups that are not held, and removes them."""
+        stray = {name: folders for name, folders in own_groups().items() if name not in held()}
+        for folders in stray.values():
+            await asyncio.to_thread(remove_groups, folders)
+        return sorted(stray)
 
     def leave(self) -> None:
         """Removes the node's own control group."""

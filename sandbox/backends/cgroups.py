@@ -21,7 +21,7 @@ from sandbox.errors import InfrastructureError
 from sandbox.types import Limits
 
 _ROOT = Path("/sys/fs/cgroup")
-_PARENT = "tempering"
+_PARENT, _PROBE = "tempering", "probe"
 _PERIOD_US = 100_000
 _REMOVE_S, _FREEZE_S = 5.0, 5.0
 
@@ -78,13 +78,24 @@ class Cgroup:
 
     async def remove(self) -> None:
         """Ends what is left in the groups and removes them; one that cannot be is left to `sweep`."""
-        await asyncio.to_thread(_remove_all, sorted(set(self.folders.values())))
+        await asyncio.to_thread(remove_groups, sorted(set(self.folders.values())))
+
+
+def container_groups(container: str, root: Path = _ROOT) -> dict[str, Path]:
+    """Returns the groups that the engine made for a container, by controller; any version and driver."""
+    found: dict[str, Path] = {}
+    for controller in ("memory", "pids", "cpu", "cpuacct"):
+        base = root if unified(root) else root / controller
+        for place in (base / "docker" / container, base / f"system.slice/docker-{container}.scope"):
+            if place.exists():
+                found[controller] = place
+    return found
 
 
 @functools.cache
 def controllers(root: Path = _ROOT) -> frozenset[str]:
     """Returns the controllers of which this process can make groups."""
-    probe = Cgroup.create("probe", Limits(), root)
+    probe = Cgroup.create(_PROBE, Limits(), root)
     for folder in set(probe.folders.values()):
         _remove(folder)
     return frozenset(probe.folders)
@@ -126,13 +137,24 @@ def sweep(root: Path = _ROOT) -> list[str]:
         if not _alive(node.name):
             boxes = [path for path in node.glob("*") if path.is_dir()]
             left |= {path.name for path in boxes}
-            _remove_all([*boxes, node])
+            remove_groups([*boxes, node])
     return sorted(left)
+
+
+def own_groups(root: Path = _ROOT) -> dict[str, list[Path]]:
+    """Returns the groups of this node's sandboxes, by sandbox."""
+    found: dict[str, list[Path]] = {}
+    for node in _nodes(root):
+        if node.name == _node_name(os.getpid()):
+            for path in node.glob("*"):
+                if path.is_dir() and path.name != _PROBE:
+                    found.setdefault(path.name, []).append(path)
+    return found
 
 
 def leave(root: Path = _ROOT) -> None:
     """Removes the groups that hold those of this node, which ends."""
-    _remove_all([node for node in _nodes(root) if node.name == _node_name(os.getpid())])
+    remove_groups([node for node in _nodes(root) if node.name == _node_name(os.getpid())])
 
 
 def _nodes(root: Path) -> list[Path]:
@@ -154,6 +176,7 @@ def _settings(limits: Limits, v2: bool) -> dict[str, dict[str, str | int]]:
         "memory": {"memory.limit_in_bytes": memory, "memory.memsw.limit_in_bytes": memory},
         "pids": {"pids.max": limits.pids},
         "cpu": {"cpu.cfs_period_us": _PERIOD_US, "cpu.cfs_quota_us": quota},
+        "cpuacct": {},
         "freezer": {},
     }
 
@@ -185,7 +208,7 @@ def _processes(folder: Path) -> Iterator[int]:
         yield from map(int, (folder / "cgroup.procs").read_text().split())
 
 
-def _remove_all(folders: Iterable[Path]) -> None:
+def remove_groups(folders: Iterable[Path]) -> None:
     """Removes groups in their order; the processes in them take a moment to die."""
     folders, deadline = list(folders), time.monotonic() + _REMOVE_S
     for folder in folders:
