@@ -22,7 +22,7 @@ from sandbox.leases import Lease
 from sandbox.recovery import Recorder, Replay
 from sandbox.session import spec_from
 from sandbox.shares import Share, check
-from sandbox.snapshots import Snapshot, load
+from sandbox.snapshots import load
 from sandbox.turns import Turns
 from sandbox.types import SandboxSpec
 from sandbox.warm_spec import size
@@ -34,6 +34,9 @@ NODE, BOOT, POOL = "tempering.node", "tempering.boot", "tempering.pool"
 """Labels of all that a backend starts: the node's state folder, its run, and the warm pool, if any."""
 
 _START_TIMEOUT_S, _LOOK_S = 60.0, 0.02
+_FIRST = {
+    "op": "exec", "argv": ["/bin/sh", "-c", ":"], "env": {}, "cwd": "/", "timeout_s": 10.0, "limit": 1024,
+}  # fmt: skip
 _ROOM = frozenset({"sandboxes", "cpu", "memory", "pids"})
 
 
@@ -185,7 +188,7 @@ class Births:
         with self._place(box_id, owner, spec, shares):
             box = await self._start(box_id, box_id, owner, backend, spec)
             box.key, box.snapshot = key, snapshot
-            async with self._entering(box):
+            async with self._entering(box, fresh=True):
                 if snapshot:
                     await load(box, self._node.snapshots.tree(snapshot))
                 await _all(self._journal(box), self._node.leases.hold(self._lease(box)))
@@ -254,41 +257,43 @@ class Births:
         """
         parent = self._node.box(box_id, owner)
         check(shares, parent.spec, count, self._node.held())
-        taken = await self._node.snapshots.take(parent)
-        try:
-            return await self._whole(owner, [self._child(parent, taken, shares) for _ in range(count)])
-        finally:
-            self._node.snapshots.remove(taken.id, owner)
+        async with self._node.snapshots.passing(parent) as (taken, saving):
+            return await self._whole(
+                owner, [self._child(parent, taken, saving, shares) for _ in range(count)]
+            )
 
-    async def _child(self, parent: Box, taken: Snapshot, shares: Sequence[Share]) -> Box:
+    async def _child(
+        self, parent: Box, taken: str, saving: asyncio.Task[int], shares: Sequence[Share]
+    ) -> Box:
         box_id = self._fresh_id()
         with self._place(box_id, parent.owner, parent.spec, shares):
             box = await self._start(box_id, box_id, parent.owner, parent.backend, parent.spec)
             box.ttl_s, box.snapshot = parent.ttl_s, parent.snapshot
-            async with self._entering(box):
-                await load(box, self._node.snapshots.tree(taken.id))
+            async with self._entering(box, fresh=True):
+                seq = await asyncio.shield(saving)
+                await load(box, self._node.snapshots.tree(taken))
                 if parent.recorder is not None:
                     past = parent.recorder.journal
-                    box.background.skip(past.count("start", taken.seq))
-                    head = {**_head(box), "parent": parent.id, "parent_seq": taken.seq}
-                    box.recorder = Recorder(await self._node.journals.create(box_id, head, past, taken.seq))
+                    box.background.skip(past.count("start", seq))
+                    head = {**_head(box), "parent": parent.id, "parent_seq": seq}
+                    box.recorder = Recorder(await self._node.journals.create(box_id, head, past, seq))
                 await self._node.leases.hold(self._lease(box))
         return box
 
     async def _whole(self, owner: str, makings: Iterable[Coroutine[None, None, Box]]) -> list[Box]:
         tasks = [asyncio.create_task(making) for making in makings]
-        made: list[Box | BaseException] = []
+        gone: list[BaseException] = []
         try:
             made = await asyncio.gather(*tasks, return_exceptions=True)
         except asyncio.CancelledError as error:
+            gone.append(error)
             for task in tasks:
                 task.cancel()
-            made = [*await asyncio.gather(*tasks, return_exceptions=True), error]
+            made = await asyncio.gather(*tasks, return_exceptions=True)
         boxes = [box for box in made if isinstance(box, Box)]
-        for failure in made:
-            if isinstance(failure, BaseException):
-                await asyncio.gather(*(self._node.close_box(box.id, owner) for box in boxes))
-                raise failure
+        for failure in (*gone, *(error for error in made if isinstance(error, BaseException))):
+            await asyncio.gather(*(self._node.close_box(box.id, owner) for box in boxes))
+            raise failure
         return boxes
 
     async def warm(self, pool: str, backend: str, spec: SandboxSpec) -> Box:
@@ -299,6 +304,7 @@ class Births:
             box.pool = pool
             self.unborn.append(box)
             try:
+                await box.perform(_FIRST, b"")  # what a first command loads is loaded now
                 if box.started.pause is not None:
                     await box.pause()
                 await self._node.leases.hold(self._lease(box))
@@ -319,7 +325,8 @@ class Births:
         """
         for box, key in zip(boxes, keys, strict=True):
             box.owner, box.key, box.used = owner, key, time.monotonic()
-        async with self._entering(*boxes):
+            box.live(box.spec.life_s)
+        async with self._entering(*boxes, fresh=True):
             journals, resumes = [self._journal(box) for box in boxes], [box.resume() for box in boxes]
             await _all(*resumes, *journals, self._node.leases.hold(*map(self._lease, boxes)))
 
@@ -338,8 +345,8 @@ class Births:
         return f"{self._node.boot}-{secrets.token_hex(6)}"
 
     @contextlib.asynccontextmanager
-    async def _entering(self, *boxes: Box) -> AsyncGenerator[None]:
-        """Makes sandboxes those of their owners when the body is through, and ends them all otherwise."""
+    async def _entering(self, *boxes: Box, fresh: bool = False) -> AsyncGenerator[None]:
+        """Makes sandboxes their owners' at the end, or ends them all; fresh ones with their journals."""
         self.unborn.extend(boxes)
         try:
             yield
@@ -349,11 +356,17 @@ class Births:
                     raise LostError(f"the lease of {box.owner} ended while the sandbox was being started")
         except BaseException:
             for box in boxes:
-                self._node.end(box)
+                ending = self._node.end(box)
+                if fresh:
+                    self._node.later(self._forget(box, ending))
             raise
         finally:
             for box in boxes:
                 self.unborn.remove(box)
+
+    async def _forget(self, box: Box, ending: asyncio.Task[None]) -> None:
+        await ending
+        await self._node.journals.remove(box.id, box.owner)
 
     @contextlib.contextmanager
     def _place(

@@ -253,8 +253,7 @@ class Node:
     async def release(self, name: str) -> int:
         """Ends an owner's lease, sandboxes and their journals now; returns how many sandboxes there were.
 
-        What is just being started for the owner is waited for, and ended too. Journals of what an earlier run
-        of the node had stay for their time.
+        What is just being started for the owner is waited for, and ended too.
         """
         held = self.boxes(name)
         lost = [lease.sandbox for lease in self.leases.of(name)]
@@ -262,7 +261,7 @@ class Node:
         await self.births.settled(name)
         await asyncio.gather(*self.ending.values(), return_exceptions=True)
         await self._forget(*lost)
-        for box_id in held:
+        for box_id in {*held, *await asyncio.to_thread(self.journals.of, name)}:
             await self.journals.remove(box_id, name)
         for snapshot in self.snapshots.of(name):
             self.snapshots.remove(snapshot.id, name)

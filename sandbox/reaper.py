@@ -12,8 +12,10 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Callable, Set
 from typing import TYPE_CHECKING, Any
 
+from sandbox.backends.cgroups import own_groups, remove_groups
 from sandbox.errors import SandboxError
 
 if TYPE_CHECKING:
@@ -50,11 +52,12 @@ class Reaper:
         """Looks once; returns the names of what it removed."""
         found: list[str] = []
         self._problem = ""
-        for backend in self._node.backends.values():
+        looks = {name: backend.reap for name, backend in self._node.backends.items()}
+        for name, look in {**looks, "control groups": _reap_groups}.items():
             try:
-                found += await backend.reap(self.held)
+                found += await look(self.held)
             except (SandboxError, OSError) as error:
-                self._problem = f"{backend.name}: {error}"
+                self._problem = f"{name}: {error}"
                 _LOG.warning("the reaper could not look at %s", self._problem)
         self._ran, self._runs, self._removed = time.monotonic(), self._runs + 1, self._removed + len(found)
         self._last.extend(found)
@@ -68,3 +71,11 @@ class Reaper:
             "period_s": self._period_s, "age_s": round(time.monotonic() - self._ran, 3), "runs": self._runs,
             "removed": self._removed, "last": list(self._last), "problem": self._problem,
         }  # fmt: skip
+
+
+async def _reap_groups(held: Callable[[], Set[str]]) -> list[str]:
+    """Ends what runs in this node's control groups that are not held, and removes them."""
+    stray = {name: folders for name, folders in own_groups().items() if name not in held()}
+    for folders in stray.values():
+        await asyncio.to_thread(remove_groups, folders)
+    return sorted(stray)

@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from sandbox.about import describe
 from sandbox.channel import ByteReader, Header, encode, read_frame
 from sandbox.errors import InfrastructureError, PolicyError, ProtocolError, SandboxError, to_wire
 from sandbox.recovery import Claim
 from sandbox.shares import shares_from
 from sandbox.types import Limits, SandboxSpec
 from sandbox.usage import rows
+from sandbox.versions import API, UNSAID, served
 
 if TYPE_CHECKING:
     from sandbox.box import Box
@@ -43,7 +45,7 @@ class Session:
             "snapshots": self._snapshots, "forget": self._forget, "release": self._release,
             "owners": self._owners,
             "load": self._load, "claim": self._claim, "warm": self._warm, "hold_back": self._hold_back,
-            "top": self._top,
+            "top": self._top, "describe": self._describe,
         }  # fmt: skip
 
     async def serve(self) -> None:
@@ -102,11 +104,12 @@ class Session:
         backend = await self._node.pick(header["backend"])
         if self._owner:
             raise ProtocolError("a client has one owner")
+        served(header.get("version", UNSAID))
         self._owner = str(header["owner"])
         self._lease = self._node.join(self._owner, float(header["lease_s"]))
         capabilities = asdict(backend.capabilities())
-        about = {"backend": backend.name, "pid": os.getpid(), "lease_s": self._lease.lease_s}
-        return {**about, "capabilities": capabilities}, b""
+        about = {"backend": backend.name, "pid": os.getpid(), "version": API}
+        return {**about, "lease_s": self._lease.lease_s, "capabilities": capabilities}, b""
 
     async def _create(self, header: Header, body: bytes) -> _Reply:
         spec = spec_from(header["spec"])
@@ -170,8 +173,15 @@ class Session:
 
     async def _extend(self, header: Header, body: bytes) -> _Reply:
         box = self._node.box(header["box"], self._owner)
-        box.extend(float(header["ttl_s"]))
+        if "ttl_s" in header:
+            box.extend(float(header["ttl_s"]))
+        if "life_s" in header:
+            box.live(float(header["life_s"]), at_least=bool(header.get("at_least")))
         return self._leased(box), b""
+
+    async def _describe(self, header: Header, body: bytes) -> _Reply:
+        names = [header["box"]] if header.get("box") else self._node.boxes(self._who())
+        return {}, describe([self._node.box(name, self._owner) for name in names])
 
     async def _snapshot(self, header: Header, body: bytes) -> _Reply:
         taken = await self._node.snapshots.take(self._node.box(header["box"], self._owner))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 OPERATOR = ""
 """Whose pools stay for the life of the node."""
 
-_LOOK_S, _BACK_OFF_S, _TRIES = 0.25, 30.0, 3
+_LOOK_S, _REST_S, _BACK_OFF_S, _TRIES = 0.25, 1.0, 30.0, 3
 _LOG = logging.getLogger("sandbox.node")
 
 
@@ -49,6 +50,7 @@ class WarmPool:
     claimed: int = 0
     failures: int = 0
     rest_until: float = 0.0
+    rested: float = 0.0
     problem: str = ""
 
     @property
@@ -60,6 +62,11 @@ class WarmPool:
     def short(self) -> int:
         """How many are missing."""
         return self.target - len(self.ready) - self.starting
+
+    def rest(self, now: float) -> None:
+        """Puts the filling off for a moment, one in four: who claims has work to do right away."""
+        if now > self.rested + 4 * _REST_S:
+            self.rested, self.rest_until = now, max(self.rest_until, now + _REST_S)
 
     def about(self) -> dict[str, Any]:
         """Returns what an operator is told."""
@@ -179,6 +186,7 @@ class WarmPools:
             try:
                 await self._node.births.hand_over(boxes, owner, keys)
                 pool.claimed += len(boxes)
+                pool.rest(time.monotonic())
                 return boxes
             except SandboxError as error:
                 if owner not in self._node.tenants:
@@ -206,7 +214,7 @@ class WarmPools:
             self._node.end(box)
 
     def _fill(self) -> None:
-        most = max(self._node.limits.starts_at_once // 2, 1)
+        most = max(min(self._node.limits.starts_at_once // 2, (os.cpu_count() or 1) // 2), 1)
         while not self.held_back and len(self._fills) < most and not self._creates_wait():
             now = time.monotonic()
             short = [pool for pool in self._pools.values() if pool.short > 0 and now >= pool.rest_until]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 
 from sandbox.backends.base import COMMAND_UID, Started, agent_command
-from sandbox.backends.cgroups import Cgroup, controllers, leave, own_groups, remove_groups, sweep
+from sandbox.backends.cgroups import Cgroup, controllers, leave, sweep
 from sandbox.errors import InfrastructureError, PolicyError
 from sandbox.toolkit import AGENT, build
 from sandbox.types import Capabilities, Limits, SandboxSpec
@@ -121,11 +121,8 @@ class Bubblewrap:
         return await asyncio.to_thread(sweep)
 
     async def reap(self, held: Callable[[], Set[str]]) -> list[str]:
-        """Ends what runs in this node's control groups that are not held, and removes them."""
-        stray = {name: folders for name, folders in own_groups().items() if name not in held()}
-        for folders in stray.values():
-            await asyncio.to_thread(remove_groups, folders)
-        return sorted(stray)
+        """Sandboxes are what runs in their control groups, of which the node's reaper takes care."""
+        return []
 
     def leave(self) -> None:
         """Removes the node's own control group."""
@@ -156,6 +153,7 @@ def _system() -> Iterator[str]:
             yield from ("--symlink", os.readlink(path), path)
         elif os.path.isdir(path):
             yield from ("--ro-bind", path, path)
+    yield from ("--perms", "0755", "--dir", "/etc")  # made in passing it would be closed to commands
     for path in _ETC:
         yield from ("--ro-bind-try", path, path)
     yield from ("--proc", "/proc", "--dev", "/dev")

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import re
 import signal
 import time
 from collections.abc import Iterable, Iterator
@@ -21,7 +22,8 @@ from sandbox.errors import InfrastructureError
 from sandbox.types import Limits
 
 _ROOT = Path("/sys/fs/cgroup")
-_PARENT, _PROBE = "tempering", "probe"
+_PARENT = "tempering"
+_SANDBOX = re.compile(r"[0-9a-f]{8}-[0-9a-f]{12}(-g[0-9]+)?")
 _PERIOD_US = 100_000
 _REMOVE_S, _FREEZE_S = 5.0, 5.0
 
@@ -95,7 +97,7 @@ def container_groups(container: str, root: Path = _ROOT) -> dict[str, Path]:
 @functools.cache
 def controllers(root: Path = _ROOT) -> frozenset[str]:
     """Returns the controllers of which this process can make groups."""
-    probe = Cgroup.create(_PROBE, Limits(), root)
+    probe = Cgroup.create("probe", Limits(), root)
     for folder in set(probe.folders.values()):
         _remove(folder)
     return frozenset(probe.folders)
@@ -137,17 +139,18 @@ def sweep(root: Path = _ROOT) -> list[str]:
         if not _alive(node.name):
             boxes = [path for path in node.glob("*") if path.is_dir()]
             left |= {path.name for path in boxes}
-            remove_groups([*boxes, node])
+            with contextlib.suppress(OSError):  # another node that starts removes it too
+                remove_groups([*boxes, node])
     return sorted(left)
 
 
 def own_groups(root: Path = _ROOT) -> dict[str, list[Path]]:
-    """Returns the groups of this node's sandboxes, by sandbox."""
+    """Returns the groups of this node's sandboxes, by sandbox; other groups beside them are left out."""
     found: dict[str, list[Path]] = {}
     for node in _nodes(root):
         if node.name == _node_name(os.getpid()):
             for path in node.glob("*"):
-                if path.is_dir() and path.name != _PROBE:
+                if path.is_dir() and _SANDBOX.fullmatch(path.name):
                     found.setdefault(path.name, []).append(path)
     return found
 
