@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sandbox.admission import admit
 from sandbox.backends.base import Started
 from sandbox.box import Box
+from sandbox.egress import gate
 from sandbox.errors import InfrastructureError, LostError, RefusedError, SandboxError, StartTimeoutError
 from sandbox.journal import Journal
 from sandbox.recovery import Recorder, Replay
@@ -153,7 +154,10 @@ class Births:
     async def _child(self, parent: Box, taken: Snapshot) -> Box:
         box_id = f"{self._node.boot}-{secrets.token_hex(6)}"
         with self._place(box_id, parent.spec):
+            phase = parent.started.gate.phase if parent.started.gate is not None else ""
             box = await self._start(box_id, box_id, parent.owner, parent.backend, parent.spec)
+            if box.started.gate is not None:
+                box.started.gate.switch(phase)
             box.ttl_s, box.snapshot = parent.ttl_s, parent.snapshot
             async with self._unborn_until_entered(box):
                 await load(box, self._node.snapshots.tree(taken.id))
@@ -196,7 +200,8 @@ class Births:
     async def _start(self, box_id: str, name: str, owner: str, backend: str, spec: SandboxSpec) -> Box:
         async with self._starts:
             # A start is never left half-way: a client that goes away has it finished and undone.
-            starting = asyncio.create_task(self._node.backends[backend].start(name, owner, spec))
+            start = gate.start(self._node.backends[backend], self._node.state_dir, name, owner, spec)
+            starting = asyncio.create_task(start)
             try:
                 started = await asyncio.shield(starting)
             except asyncio.CancelledError:

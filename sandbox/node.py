@@ -30,6 +30,8 @@ from sandbox.backends.registry import backends, choose
 from sandbox.births import Births
 from sandbox.box import Box
 from sandbox.channel import ByteReader
+from sandbox.egress import doors
+from sandbox.egress.gate import denied
 from sandbox.errors import LostError, SandboxError
 from sandbox.journals import Journals
 from sandbox.load import load_of
@@ -90,6 +92,7 @@ class Node:
             if left := await backend.reclaim(self.state_dir):
                 _LOG.warning("removed what an earlier node left: %s", ", ".join(left))
         self.snapshots.sweep()
+        doors.sweep(self.state_dir)
         server = await self._listen()
         if ready is not None:
             os.write(ready, READY.encode())
@@ -253,7 +256,8 @@ class Node:
         """Returns what the node admits, has given away in all and to each owner, and is starting."""
         starting = self._births.starting.values()
         held = [(box.owner, box.spec) for box in self.living.values()]
-        return load_of(self.limits, held, starting, draining=self.stop.is_set())
+        load = load_of(self.limits, held, starting, draining=self.stop.is_set())
+        return {**load, "denials": denied(box.started.gate for box in self.living.values())}
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sandbox.channel import ByteReader, Header, encode, read_frame
 from sandbox.errors import InfrastructureError, ProtocolError, SandboxError, to_wire
 from sandbox.recovery import Claim
+from sandbox.policy import Network
 from sandbox.types import Limits, SandboxSpec
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Session:
             "resume": self._resume, "extend": self._extend, "snapshot": self._snapshot, "fork": self._fork,
             "snapshots": self._snapshots, "forget": self._forget, "release": self._release,
             "owners": self._owners,
-            "load": self._load,
+            "load": self._load, "denials": self._denials,
         }  # fmt: skip
 
     async def serve(self) -> None:
@@ -170,6 +171,10 @@ class Session:
     async def _owners(self, header: Header, body: bytes) -> _Reply:
         return {"owners": self._node.owners()}, b""
 
+    async def _denials(self, header: Header, body: bytes) -> _Reply:
+        denials = self._node.box(header["box"], self._owner).denials()
+        return {"denials": [asdict(denial) for denial in denials]}, b""
+
     async def _load(self, header: Header, body: bytes) -> _Reply:
         return self._node.load(), b""
 
@@ -183,4 +188,6 @@ def _about(box: Box) -> Header:
 def spec_from(data: Mapping[str, Any]) -> SandboxSpec:
     """Returns the specification that a client sent as JSON values."""
     fields: dict[str, Any] = {**data, "limits": Limits(**data["limits"])}
+    if "network" in data:
+        fields["network"] = Network.of(data["network"])
     return SandboxSpec(**fields)

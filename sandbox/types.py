@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from sandbox.errors import raise_for
+from sandbox.policy import Network
 
 
 class Verdict(StrEnum):
@@ -43,6 +44,7 @@ class Capabilities:
     disk_snapshot: bool = True
     memory_snapshot: bool = False
     terminal: bool = True
+    network: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,8 @@ class SandboxSpec:
     """What to create. `image` names an image of the backend; empty is the built-in Python image.
 
     A sandbox that nobody has used for `ttl_s` seconds is ended. With `journal` its commands and their results
-    are written down, so that a caller who starts over can attach to it.
+    are written down, so that a caller who starts over can attach to it. `network` says what it may reach in
+    each phase; nothing, if nothing is said.
     """
 
     image: str = ""
@@ -58,6 +61,7 @@ class SandboxSpec:
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     ttl_s: float = 3600.0
     journal: bool = True
+    network: Network = field(default_factory=Network)
 
 
 @dataclass(frozen=True, slots=True)
