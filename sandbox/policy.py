@@ -180,9 +180,7 @@ class Network:
             phases = {name: tuple(map(_rule, rules)) for name, rules in read.items()}
             return cls(phases, data["phase"])
         except (TypeError, KeyError, AttributeError) as error:
-            raise PolicyError(
-                f"a network is phases with rules, and the phase to start in: {error}"
-            ) from error
+            raise PolicyError(f"a network has phases with rules, and one to start in: {error}") from error
 
 
 def _rule(data: dict[str, Any]) -> Rule:
@@ -236,9 +234,7 @@ def _host(host: object) -> str:
     if "*" in name:
         raise PolicyError(f"{host!r}: a rule names one host; name each that is needed")
     if len(name) > 253 or numeric(name) or not all(map(_LABEL.fullmatch, name.split("."))):
-        raise PolicyError(
-            f"{host!r} is not the name of a host (letters, digits, '-' and dots; xn-- for others)"
-        )
+        raise PolicyError(f"{host!r} is not the name of a host: letters, digits, '-' and dots")
     return name
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from sandbox.channel import ByteReader, Header, encode, read_frame
 from sandbox.errors import InfrastructureError, ProtocolError, SandboxError, to_wire
-from sandbox.recovery import Claim
 from sandbox.policy import Network
+from sandbox.recovery import Claim
 from sandbox.types import Limits, SandboxSpec
 
 if TYPE_CHECKING:

@@ -9,36 +9,27 @@ cuts what a new phase does not allow, and what outgrows its bounds, whatever the
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import select
 import socket
-import struct
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from sandbox.egress.addresses import Address, our_own, public
+from sandbox.egress.dial import LOOKUPS, Unreachable, carried, connect, hang_up, look_up
 from sandbox.egress.ledger import Ledger
 from sandbox.egress.operator import Operator
 from sandbox.policy import DenialReason, Network, Rule, literal, numeric
 
 MAX_MESSAGE = 2048
-_RESOLVE_S, _CONNECT_S, _KEEP_S, _SWEEP_S, _SEND_S = 10.0, 10.0, 30.0, 0.5, 10.0
+_KEEP_S, _SWEEP_S, _SEND_S = 30.0, 0.5, 10.0
 _ADDRESSES = 3
 MAX_HEAD_BYTES = 65536
 """Room for a request's head, or a greeting, beside its body."""
 
-_TCP_INFO, _SENT_AND_RECEIVED = 11, struct.Struct("@QQ")
-_SENT_AT = 120
 _REPORTED = frozenset(DenialReason) - {DenialReason.PROXY, DenialReason.PHASE}
-_names, _LOOKUPS = ThreadPoolExecutor(16, "names"), 2
-
-
-class Unreachable(Exception):
-    """A place that is allowed and does not answer."""
 
 
 class Broken(Exception):
@@ -65,7 +56,7 @@ class Connector:
         self.phase = network.phase
         self._live: list[_Live] = []
         self._known: dict[str, tuple[float, tuple[Address, ...]]] = {}
-        self._lookups = asyncio.Semaphore(_LOOKUPS)
+        self._lookups = asyncio.Semaphore(LOOKUPS)
         self._looking: dict[str, asyncio.Lock] = {}
         self._places = asyncio.Semaphore(int(operator.bounds.connections))
         self._tasks: set[asyncio.Task[None]] = set()
@@ -103,7 +94,7 @@ class Connector:
         for task in [*self._tasks, *([self._sweeper] if self._sweeper else [])]:
             task.cancel()
         for live in self._live:
-            _hang_up(live.sock)
+            hang_up(live.sock)
         self._live.clear()
 
     def _start(self, work: Awaitable[None], then: Callable[[], None]) -> None:
@@ -126,7 +117,7 @@ class Connector:
             reply["failed"] = str(error)
         if not await self._send(reply, sock) and sock is not None:
             self._live = [live for live in self._live if live.sock is not sock]
-            _hang_up(sock)
+            hang_up(sock)
 
     async def _open(self, host: str, port: int, method: str) -> socket.socket | DenialReason:
         rule = self._judge(host, port, method)
@@ -138,7 +129,7 @@ class Connector:
         addresses = [one for one in await self._resolve(host) if self._may_be(one, port, rule)]
         if not addresses:
             return DenialReason.PRIVATE
-        sock = await _connect(addresses[:_ADDRESSES], port)
+        sock = await connect(addresses[:_ADDRESSES], port)
         if not isinstance(self._judge(host, port, method), Rule):  # the phase has changed meanwhile
             sock.close()
             return DenialReason.PHASE
@@ -168,14 +159,14 @@ class Connector:
         async with self._looking.setdefault(host, asyncio.Lock()):
             until, addresses = self._known.get(host, (0.0, ()))
             if time.monotonic() >= until:
-                addresses = await _look_up(host, self._lookups)
+                addresses = await look_up(host, self._lookups)
                 self._known[host] = time.monotonic() + _KEEP_S, addresses
         if not addresses:
             raise Unreachable("its name is not known")
         return addresses
 
     async def _send(self, reply: dict[str, Any], sock: socket.socket | None) -> bool:
-        """Sends a reply, if asked for with a socket that has not been cut meanwhile; returns whether it went."""
+        """Sends a reply, with the socket unless that has been cut meanwhile; returns whether it went."""
         deadline = time.monotonic() + _SEND_S
         while time.monotonic() < deadline:
             if sock is not None and sock.fileno() < 0:
@@ -197,7 +188,7 @@ class Connector:
             await asyncio.sleep(_SWEEP_S)
             self._drop_ended()
             for live in [*self._live]:
-                sent, received = _carried(live.sock)
+                sent, received = carried(live.sock)
                 most = bounds.request_bytes + MAX_HEAD_BYTES
                 if sent > most or received > bounds.response_bytes:
                     self._cut(live, DenialReason.TOO_LARGE)
@@ -211,11 +202,11 @@ class Connector:
         ended = {fd for fd, _ in poller.poll(0)}
         for live in [live for live in self._live if live.sock.fileno() in ended]:
             self._live.remove(live)
-            _hang_up(live.sock)
+            hang_up(live.sock)
 
     def _cut(self, live: _Live, reason: DenialReason) -> None:
         self._live.remove(live)
-        _hang_up(live.sock)
+        hang_up(live.sock)
         self.ledger.add(self.phase, reason, live.method, live.host, live.port)
 
 
@@ -244,57 +235,3 @@ def _message(data: bytes) -> dict[str, Any]:
 def _plain(host: str) -> str:
     address = literal(host)
     return address.compressed if address is not None else host
-
-
-async def _look_up(host: str, place: asyncio.Semaphore) -> tuple[Address, ...]:
-    """Returns the addresses of a name; holds its place until the thread that asks is free again."""
-
-    def ask() -> list[str]:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        return list(dict.fromkeys(str(info[4][0]) for info in found))
-
-    await place.acquire()
-    asking = asyncio.get_running_loop().run_in_executor(_names, ask)
-    asking.add_done_callback(lambda done: (place.release(), done.cancelled() or done.exception()))
-    try:
-        async with asyncio.timeout(_RESOLVE_S):
-            texts = await asyncio.shield(asking)
-    except (OSError, UnicodeError, TimeoutError):
-        return ()
-    return tuple(address for text in texts if (address := literal(text)) is not None)
-
-
-async def _connect(addresses: list[Address], port: int) -> socket.socket:
-    problem = "it does not answer"
-    for address in addresses:
-        family = socket.AF_INET if address.version == 4 else socket.AF_INET6
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setblocking(False)
-        try:
-            async with asyncio.timeout(_CONNECT_S):
-                await asyncio.get_running_loop().sock_connect(sock, (str(address), port))
-            sock.connect_ex((str(address), port))  # only now the kernel counts it as connected, for good
-            return sock
-        except (OSError, TimeoutError) as error:
-            sock.close()
-            problem = getattr(error, "strerror", None) or problem
-        except BaseException:
-            sock.close()
-            raise
-    raise Unreachable(problem)
-
-
-def _carried(sock: socket.socket) -> tuple[int, int]:
-    """Returns how many bytes a connection has carried, as the kernel counts: acknowledged, received."""
-    with contextlib.suppress(OSError, struct.error):
-        info = sock.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 256)
-        sent, received = _SENT_AND_RECEIVED.unpack_from(info, _SENT_AT)
-        return sent, received
-    return 0, 0
-
-
-def _hang_up(sock: socket.socket) -> None:
-    """Ends a connection for all who hold it."""
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
-    sock.close()

@@ -12,10 +12,9 @@ import contextlib
 import logging
 import socket
 from collections import Counter
-from collections.abc import Coroutine, Iterable
+from collections.abc import Awaitable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from sandbox.backends.base import Backend, Started
 from sandbox.backends.cgroups import Cgroup
@@ -190,7 +189,7 @@ def denied(gates: Iterable[Gate | None]) -> dict[str, int]:
     return {str(reason): count for reason, count in counts.items()}
 
 
-async def _both(first: Coroutine[Any, Any, None], second: Coroutine[Any, Any, None]) -> None:
+async def _both(first: Awaitable[None], second: Awaitable[None]) -> None:
     try:
         await first
     finally:

@@ -37,9 +37,7 @@ def lacking() -> str:
     if shutil.which("bwrap") is None:
         return "its proxy is confined by bubblewrap, which is not installed (apt-get install bubblewrap)"
     if os.geteuid() == 0 and shutil.which("setpriv") is None:
-        return (
-            "its proxy gets a user of its own by setpriv, which is not installed (apt-get install util-linux)"
-        )
+        return "its proxy gets a user of its own by setpriv, which is missing (apt-get install util-linux)"
     if not calls.program():
         return "the system calls of this machine's architecture are not known"
     return ""

@@ -1,4 +1,4 @@
-"""What did not pass: counted by kind, so that a sandbox that tries a million times fills no memory and no log."""
+"""What did not pass: counted by kind, so that a million attempts fill neither memory nor log."""
 
 from __future__ import annotations
 

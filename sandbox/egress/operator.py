@@ -1,4 +1,4 @@
-"""What the operator of a node lets networks do: `network.json` in the node's state folder, all of it optional.
+"""What the operator of a node lets networks do: `network.json` in the node's state folder; all optional.
 
     {"private": ["10.0.0.5:8080", "10.1.0.0/16:443"], "names": {"mirror.lab": "10.0.0.5"},
      "bounds": {"connections": 32, "response_bytes": 1073741824}}

@@ -120,7 +120,7 @@ def _field(line: bytes) -> tuple[bytes, bytes]:
     if not name or not colon or not _TOKEN.issuperset(name):
         raise Refused("malformed", "a header without a name")
     value = value.strip(b" \t")
-    if any(byte < 0x20 and byte != 0x09 or byte == 0x7F for byte in value):
+    if any((byte < 0x20 and byte != 0x09) or byte == 0x7F for byte in value):
         raise Refused("malformed", "a header with a control character")
     return name, value
 

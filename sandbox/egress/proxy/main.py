@@ -126,9 +126,7 @@ class Proxy:
                 self.report(refused.reason, refused.request)
                 if not client.answered:
                     status = _STATUS.get(refused.reason, "403 Forbidden")
-                    client.answer(
-                        status, refused.reason, f"the network policy does not allow this: {refused}"
-                    )
+                    client.answer(status, refused.reason, f"this is not allowed: {refused}")
             except (OSError, EOFError):
                 pass
             finally:
