@@ -212,7 +212,7 @@ def numeric(host: str) -> bool:
 def _known(what: str, name: str, among: Iterable[str]) -> None:
     names = list(among)
     if name not in names:
-        near = difflib.get_close_matches(str(name), names, 1)
+        near = difflib.get_close_matches(str(name), names, 1, 0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
         raise PolicyError(f"there is no {what} {name!r}; {hint}")
 

@@ -128,7 +128,9 @@ async def test_a_background_process(box: RemoteBox) -> None:
 
 
 async def test_a_background_process_hears_signals(box: RemoteBox) -> None:
-    process = await box.start("exec 2>/dev/null; trap 'echo term' TERM; echo up; while :; do sleep 0.05; done")
+    process = await box.start(
+        "exec 2>/dev/null; trap 'echo term' TERM; echo up; while :; do sleep 0.05; done"
+    )
     await process.logs(wait_s=5)
     await process.signal()
     assert (await process.logs(3, wait_s=5)).data.startswith(b"term\n")
