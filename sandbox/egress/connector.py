@@ -226,7 +226,7 @@ def _message(data: bytes) -> dict[str, Any]:
             and isinstance(known.get("method"), str)
             and type(known.get("port")) is int
             and 0 <= known["port"] < 65536
-            and (type(known.get("ask")) is int or known.get("deny") in _REPORTED)
+            and (type(known.get("ask")) is int or str(known.get("deny")) in _REPORTED)
         ):
             return known
     raise Broken("a message out of shape")

@@ -52,11 +52,14 @@ class Web:
                         sock.sendall(b"x" * 1024)
                         self.ended.wait(0.01)
                 else:
+                    length = int(data.partition(b"Content-Length: ")[2].partition(b"\r\n")[0] or b"0")
+                    while len(self.seen[-1].partition(b"\r\n\r\n")[2]) < length:
+                        self.seen[-1] += sock.recv(65536)
                     sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello")
             except OSError:
                 pass
             finally:
-                if b"/endless" in self.seen[-1] if self.seen else False:
+                if self.seen and b"/endless" in self.seen[-1]:
                     self.ended.set()
 
     def close(self) -> None:

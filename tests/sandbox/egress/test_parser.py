@@ -106,7 +106,8 @@ def test_heads_have_a_size() -> None:
 WORDS = st.sampled_from(
     [b"GET", b"POST", b"CONNECT", b" ", b"http://", b"a.lab", b"b.lab", b":80", b":443", b"@", b"[::1]", b"/",
      b"?", b"#", b" HTTP/1.1", b" HTTP/1.0", b"\r\n", b"\n", b"\r", b"\0", b"\t", b"Host: ", b"host:",
-     b"Content-Length: ", b"Transfer-Encoding: chunked", b"Connection: ", b"12", b"x", b",", b"\xff", b"%0d%0a", b"."]
+     b"Content-Length: ", b"Transfer-Encoding: chunked", b"Connection: ", b"12", b"x", b",", b"\xff",
+     b"%0d%0a", b"."]
 )  # fmt: skip
 HEADS = st.one_of(st.binary(max_size=200), st.lists(WORDS, max_size=24).map(b"".join))
 
