@@ -46,6 +46,9 @@ class Web:
                 if b"/silent" in data or data[:1] == b"\x16":
                     while more := sock.recv(65536):
                         self.seen[-1] += more
+                elif b"/away" in data:
+                    to = b"http://other.lab:%d/" % self.port
+                    sock.sendall(b"HTTP/1.1 302 Found\r\nLocation: " + to + b"\r\nContent-Length: 0\r\n\r\n")
                 elif b"/endless" in data:
                     sock.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
                     while True:
