@@ -16,6 +16,7 @@ from sandbox.connection import Link
 from sandbox.errors import DiskFullError, FileError, LostError, PolicyError, UnknownOutcomeError
 from sandbox.outcome import Outcome
 from sandbox.past import Past
+from sandbox.policy import Denial
 from sandbox.process import Process
 from sandbox.recovery import Claim
 from sandbox.shell import Shell
@@ -221,6 +222,25 @@ class RemoteBox:
         """Sets how many seconds the sandbox may be idle from now on before it is ended."""
         _check("ttl_s", ttl_s, 30 * 86400)
         await self._ask({"op": "extend", "box": self.id, "ttl_s": ttl_s})
+
+    async def phase(self, name: str) -> None:
+        """Goes on to another phase of its network; connections that this does not allow are cut.
+
+        It is a command of the sequence: a caller who starts over gives it again in its place.
+
+        Raises:
+            PolicyError: The sandbox has no network, or no phase of that name.
+        """
+        await self.run({"op": "phase", "phase": name}, b"", _FILE_TIMEOUT_S, 1024, True)
+
+    async def denials(self) -> list[Denial]:
+        """Returns what did not pass the sandbox's network, the latest last; alike ones are counted.
+
+        Raises:
+            PolicyError: The sandbox has no network.
+        """
+        reply, _ = await self._connection.request({"op": "denials", "box": self.id})
+        return [Denial.of(denial) for denial in reply["denials"]]
 
     async def snapshot(self) -> str:
         """Keeps the files of the sandbox; returns the name from which `Fleet.create` starts others.

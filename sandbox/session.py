@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sandbox.about import describe
 from sandbox.channel import ByteReader, Header, encode, read_frame
 from sandbox.errors import InfrastructureError, PolicyError, ProtocolError, SandboxError, to_wire
+from sandbox.policy import Network
 from sandbox.recovery import Claim
 from sandbox.shares import shares_from
 from sandbox.types import Limits, SandboxSpec
@@ -45,7 +46,7 @@ class Session:
             "snapshots": self._snapshots, "forget": self._forget, "release": self._release,
             "owners": self._owners,
             "load": self._load, "claim": self._claim, "warm": self._warm, "hold_back": self._hold_back,
-            "top": self._top, "describe": self._describe,
+            "top": self._top, "describe": self._describe, "denials": self._denials,
         }  # fmt: skip
 
     async def serve(self) -> None:
@@ -213,6 +214,10 @@ class Session:
     async def _owners(self, header: Header, body: bytes) -> _Reply:
         return {"owners": self._node.owners()}, b""
 
+    async def _denials(self, header: Header, body: bytes) -> _Reply:
+        denials = self._node.box(header["box"], self._owner).denials()
+        return {"denials": [asdict(denial) for denial in denials]}, b""
+
     async def _load(self, header: Header, body: bytes) -> _Reply:
         return self._node.load(), b""
 
@@ -229,4 +234,6 @@ class Session:
 def spec_from(data: Mapping[str, Any]) -> SandboxSpec:
     """Returns the specification that a client sent as JSON values."""
     fields: dict[str, Any] = {**data, "limits": Limits(**data["limits"])}
+    if "network" in data:
+        fields["network"] = Network.of(data["network"])
     return SandboxSpec(**fields)

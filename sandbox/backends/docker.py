@@ -21,7 +21,9 @@ import docker.types
 import requests.exceptions
 
 from sandbox.backends import cgroups
-from sandbox.backends.base import COMMAND_UID, Started, agent_command
+from sandbox.backends.base import COMMAND_UID, DOOR, Started, agent_command
+from sandbox.egress import jail
+from sandbox.egress.doors import door_of
 from sandbox.errors import InfrastructureError, ProtocolError
 from sandbox.images import AGENT_FOLDER, ImageError, ensure_image
 from sandbox.types import Capabilities, Limits, SandboxSpec
@@ -62,6 +64,7 @@ class Docker:
             inode_limit=True,
             separate_users=True,
             pause=True,
+            network=not jail.lacking(),
         )
 
     async def start(self, box_id: str, owner: str, spec: SandboxSpec) -> Started:
@@ -150,13 +153,20 @@ class Docker:
         return self._client
 
     def _create(self, box_id: str, owner: str, spec: SandboxSpec, image: str) -> Any:
+        network = bool(spec.network)
+        agent = agent_command(AGENT_FOLDER, spec.limits, uid=COMMAND_UID, alone=False, network=network)
         return self._connect().containers.create(
             image,
-            ["/usr/bin/python3", *agent_command(AGENT_FOLDER, spec.limits, uid=COMMAND_UID, alone=False)],
+            ["/usr/bin/python3", *agent],
+            mounts=[self._door(box_id)] if network else [],
             name=f"tempering-{box_id}",
             labels={**spec.labels, STATE_DIR: str(self._state_dir), OWNER: owner, BOX: box_id},
             **hardening(spec.limits),
         )
+
+    def _door(self, box_id: str) -> docker.types.Mount:
+        assert self._state_dir is not None
+        return docker.types.Mount(DOOR, str(door_of(self._state_dir, box_id)), type="bind", read_only=True)
 
     def _reclaim(self, state_dir: Path) -> list[str]:
         removed: list[str] = []
