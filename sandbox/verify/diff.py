@@ -84,14 +84,14 @@ async def export(box: RemoteBox, plan: Plan, search: tuple[str, ...] = WRITABLE)
 
 
 def merge(plan: Plan, diff: Diff) -> tuple[dict[str, bytes], list[LeftOut]]:
-    """Returns the files of the verifier's box (base, diff, trusted, the later over the earlier), and what gave way."""
+    """Returns the files of the verifier's box, and what gave way: trusted ones over the diff over the base."""
     gave_way: list[LeftOut] = []
     merged: dict[str, bytes] = {}
     for layer in (plan.trusted, diff.files, plan.base):
         folders = {parent for path in merged for parent in _parents(path)}
         for path, data in layer.items():
             blocked = path in folders or any(parent in merged for parent in _parents(path))
-            if path in merged or path in diff.gone and layer is plan.base or blocked:
+            if path in merged or (path in diff.gone and layer is plan.base) or blocked:
                 if layer is diff.files:
                     gave_way.append(LeftOut(path, "a trusted file is put in its place"))
                 continue
@@ -104,13 +104,19 @@ def _parents(path: str) -> Iterator[str]:
     return ("/".join(parts[:count]) for count in range(1, len(parts)))
 
 
+def _libraries(plan: Plan) -> list[str]:
+    """Returns the folders of libraries below the root, in which nothing of the agent's counts."""
+    start = f"{plan.root}/"
+    return [path.removeprefix(start) for path in plan.python_path if path.startswith(start)]
+
+
 def _job(plan: Plan, search: tuple[str, ...]) -> dict[str, Any]:
     return {
         "root": plan.root,
         "base": {path: hashlib.sha256(data).hexdigest() for path, data in plan.base.items()},
         "trusted": sorted(plan.trusted),
         "allow": [pattern(glob) for glob in plan.allow],
-        "deny": [HOOKS],
+        "deny": [HOOKS, *(f"{re.escape(path)}/.*" for path in _libraries(plan))],
         "suspects": [regex for _, regex in SUSPECTS],
         "words": WORDS,
         "canary": plan.canary,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sandbox.client import Fleet
 from sandbox.remote import RemoteBox
@@ -46,7 +46,7 @@ class Exercise:
 
     plan: Plan
     gold: Mapping[str, bytes]
-    spec: SandboxSpec = SandboxSpec(journal=False)
+    spec: SandboxSpec = field(default_factory=lambda: SandboxSpec(journal=False))
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ class SuiteTests:
     as everything in a process can be changed by everything else in it. Use `FunctionTests` where you can.
 
     Attributes:
-        framework: `unittest`, which every image has, or `pytest`, which `python_path` of the plan must lead to.
+        framework: `unittest`, which every image has, or `pytest`, to which the plan's `python_path` leads.
         files: Test files, relative to the plan's root; they must be among the plan's `trusted` files.
         ids: All the tests that they hold: `tests.test_add.TestAdd.test_zero` in unittest (path and class),
             `tests/test_add.py::test_zero` in pytest.
@@ -127,7 +127,7 @@ class Plan:
     base: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     trusted: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     limits: DiffLimits = DiffLimits()
-    spec: SandboxSpec = SandboxSpec(journal=False)
+    spec: SandboxSpec = field(default_factory=lambda: SandboxSpec(journal=False))
     start_s: float = 60.0
     timeout_s: float = 60.0
     attempts: int = 2

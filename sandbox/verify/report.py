@@ -9,7 +9,7 @@ from sandbox.types import Verdict
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A trace of a known way to cheat (`kind` is one of `sandbox.verify.flags.KINDS`), for a person to look at.
+    """A trace of a known way to cheat, for a person to look at; `kind` is one of `sandbox.verify.flags.KINDS`.
 
     It does not decide: honest work can look the same. `Plan.fatal_kinds` names kinds that do.
     """
@@ -27,8 +27,8 @@ class LeftOut:
 
 
 @dataclass(frozen=True, slots=True)
-class TestOutcome:
-    """How one test ended: `pass`, or `fail`, `skip`, `xfail`, `timeout` and so on, which all count as failed."""
+class CaseResult:
+    """How one test ended: `pass`, or `fail`, `skip`, `timeout` and so on, which all count as failed."""
 
     id: str
     outcome: str
@@ -53,7 +53,7 @@ class Report:
 
     verdict: Verdict
     reason: str = ""
-    tests: tuple[TestOutcome, ...] = ()
+    tests: tuple[CaseResult, ...] = ()
     flags: tuple[Flag, ...] = ()
     changed: tuple[str, ...] = ()
     left_out: tuple[LeftOut, ...] = ()

@@ -17,7 +17,8 @@ _WHO = {
     name: value
     for role in ("AUTHOR", "COMMITTER")
     for name, value in (
-        (f"GIT_{role}_NAME", "task"), (f"GIT_{role}_EMAIL", "task@localhost"), (f"GIT_{role}_DATE", "2000-01-01T00:00:00Z")
+        (f"GIT_{role}_NAME", "task"), (f"GIT_{role}_EMAIL", "task@localhost"),
+        (f"GIT_{role}_DATE", "2000-01-01T00:00:00Z"),
     )
 }  # fmt: skip
 

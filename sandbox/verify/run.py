@@ -25,7 +25,7 @@ from sandbox.remote import RemoteBox
 from sandbox.types import ExecResult, Verdict
 from sandbox.verify.decoys import Decoys, make
 from sandbox.verify.plan import FunctionTests, Plan, SuiteTests
-from sandbox.verify.report import TestOutcome
+from sandbox.verify.report import CaseResult
 
 INSIDE = Path(__file__).parent / "inside"
 CANDIDATE = 58999
@@ -41,7 +41,7 @@ class Ran:
 
     verdict: Verdict
     reason: str = ""
-    tests: tuple[TestOutcome, ...] = ()
+    tests: tuple[CaseResult, ...] = ()
     output: str = ""
 
 
@@ -87,8 +87,8 @@ async def run(box: RemoteBox, plan: Plan, files: Mapping[str, bytes]) -> Ran:
             raise
         ended = None
     finally:
-        output = await _end(candidate)
-    return _judge(plan, decoys, heard, ended, output)
+        output, oom = await _end(candidate)
+    return _judge(plan, decoys, heard, ended, output, oom)
 
 
 async def _parent(
@@ -119,17 +119,19 @@ async def _candidate(box: RemoteBox, plan: Plan, folder: str, address: str) -> E
     )
 
 
-async def _end(candidate: asyncio.Task[ExecResult]) -> str:
-    """Ends the candidate's command; returns what it had printed if it had ended by itself."""
+async def _end(candidate: asyncio.Task[ExecResult]) -> tuple[str, bool]:
+    """Ends the candidate's command; returns what it had printed if it had ended by itself, and of memory."""
     await asyncio.wait([candidate], timeout=0.5)
     candidate.cancel()
     (ended,) = await asyncio.gather(candidate, return_exceptions=True)
     if not isinstance(ended, ExecResult):
-        return ""
-    return (ended.stdout + ended.stderr).decode(errors="replace")
+        return "", False
+    return (ended.stdout + ended.stderr).decode(errors="replace"), ended.oom
 
 
-def _judge(plan: Plan, decoys: Decoys | None, heard: _Heard, ended: ExecResult | None, output: str) -> Ran:
+def _judge(
+    plan: Plan, decoys: Decoys | None, heard: _Heard, ended: ExecResult | None, output: str, oom: bool
+) -> Ran:
     """Makes a verdict of the report alone."""
     if not heard.started:
         why = (
@@ -143,10 +145,13 @@ def _judge(plan: Plan, decoys: Decoys | None, heard: _Heard, ended: ExecResult |
     reports = [line for line in heard.lines() if "end" in line]
     if len(reports) != 1:
         why = "resources" if ended is None or ended.oom else "timeout"
-        return Ran(Verdict.FAIL, f"the tests came to no end ({why})", (TestOutcome("", why),), output)
-    events = [TestOutcome(e["id"], e["outcome"], e["detail"]) for e in reports[0]["events"]]
+        return Ran(Verdict.FAIL, f"the tests came to no end ({why})", (CaseResult("", why),), output)
+    events = [CaseResult(e["id"], e["outcome"], e["detail"]) for e in reports[0]["events"]]
     problems = check(plan, decoys, events, reports[0]["end"])
-    shown = tuple([*(e for e in events if not _is_decoy(e, plan, decoys)), *problems])
+    if oom:
+        problems.append(CaseResult("", "resources", "a process of the candidate was ended for its memory"))
+    problems += [CaseResult("", "resources", f"{path} is full") for path in reports[0]["full"]]
+    shown = (*(e for e in events if not _is_decoy(e, plan, decoys)), *problems)
     wrong = [test for test in shown if test.outcome != "pass"]
     if not wrong:
         return Ran(Verdict.PASS, "", shown, output)
@@ -154,26 +159,22 @@ def _judge(plan: Plan, decoys: Decoys | None, heard: _Heard, ended: ExecResult |
     return Ran(Verdict.FAIL, f"{len(wrong)} of {len(shown)} not passed, first {first}"[:500], shown, output)
 
 
-def check(plan: Plan, decoys: Decoys | None, events: list[TestOutcome], end: str) -> list[TestOutcome]:
+def check(plan: Plan, decoys: Decoys | None, events: list[CaseResult], end: str) -> list[CaseResult]:
     """Returns what is wrong with a report beyond outcomes: its end, its ids and their number, its decoys."""
-    problems = (
-        [] if end == "end" else [TestOutcome("", end, "the process of the candidate ended before its tests")]
-    )
+    ends = _decoy_ends(plan, decoys)
     counts = Counter(event.id for event in events)
-    expected = _decoy_ends(plan, decoys)
-    for name in (*plan.tests.ids, *expected):
+    early = "the candidate's process ended before its tests"
+    problems = [] if end == "end" else [CaseResult("", end, early)]
+    for name in (*plan.tests.ids, *ends):
         if counts[name] != 1:
-            problems.append(
-                TestOutcome(
-                    name if name in plan.tests.ids else "a decoy", "duplicate" if counts[name] else "missing"
-                )
-            )
-    known = {*plan.tests.ids, *expected}
-    problems += [TestOutcome(name, "unknown") for name in counts if name not in known]
-    wrong = [event for event in events if expected.get(event.id, event.outcome) != event.outcome]
-    return problems + [
-        TestOutcome("a decoy", "decoy", f"it should {expected[e.id]}, and is {e.outcome}") for e in wrong
-    ]
+            shown = "a decoy" if name in ends else name
+            problems.append(CaseResult(shown, "duplicate" if counts[name] else "missing"))
+    problems += [CaseResult(name, "unknown") for name in counts if name not in {*plan.tests.ids, *ends}]
+    for event in events:
+        if ends.get(event.id, event.outcome) != event.outcome:
+            should = f"it should {ends[event.id]}, and is {event.outcome}"
+            problems.append(CaseResult("a decoy", "decoy", should))
+    return problems
 
 
 def _decoy_ends(plan: Plan, decoys: Decoys | None) -> Mapping[str, str]:
@@ -182,7 +183,7 @@ def _decoy_ends(plan: Plan, decoys: Decoys | None) -> Mapping[str, str]:
     return decoys.expected[plan.tests.framework]
 
 
-def _is_decoy(event: TestOutcome, plan: Plan, decoys: Decoys | None) -> bool:
+def _is_decoy(event: CaseResult, plan: Plan, decoys: Decoys | None) -> bool:
     return event.id in _decoy_ends(plan, decoys)
 
 
@@ -205,13 +206,11 @@ def _job(plan: Plan, decoys: Decoys | None) -> dict[str, Any]:
 
 def _archive(plan: Plan, files: Mapping[str, bytes], folder: str) -> bytes:
     """Returns a tar archive, from the root on, of the candidate's files and our programs."""
-    programs = {f"{folder}/inside/{path.name}": path.read_bytes() for path in sorted(INSIDE.glob("*.py"))}
+    content = {f"{plan.root}/{path}": data for path, data in files.items()}
+    content |= {f"{folder}/inside/{path.name}": path.read_bytes() for path in sorted(INSIDE.glob("*.py"))}
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for path, data in {
-            **{f"{plan.root}/{path}": data for path, data in files.items()},
-            **programs,
-        }.items():
+        for path, data in content.items():
             info = tarfile.TarInfo(path.lstrip("/"))
             info.size, info.mode = len(data), 0o644
             tar.addfile(info, io.BytesIO(data))

@@ -88,12 +88,20 @@ async def _judge(fleet: Fleet, diff: Diff, plan: Plan, suspicions: list[Flag]) -
     if fatal and verdict is Verdict.PASS:
         verdict, reason = Verdict.FAIL, f"{fatal[0].kind}: {fatal[0].detail}"
     return Report(
-        verdict, reason, ran.tests, unique, tuple(sorted({*diff.files, *diff.gone})), (*diff.left_out, *gave_way),
-        diff.more_left_out, ran.output, attempts,
-    )  # fmt: skip
+        verdict,
+        reason,
+        tests=ran.tests,
+        flags=unique,
+        changed=tuple(sorted({*diff.files, *diff.gone})),
+        left_out=(*diff.left_out, *gave_way),
+        more_left_out=diff.more_left_out,
+        output=ran.output,
+        attempts=attempts,
+    )
 
 
 async def _attempts(fleet: Fleet, plan: Plan, files: Mapping[str, bytes]) -> tuple[Ran, int]:
+    why = ""
     for attempt in range(1, plan.attempts + 1):
         try:
             async with await fleet.create(plan.spec, wait_s=plan.start_s) as box:
@@ -108,6 +116,6 @@ async def _attempts(fleet: Fleet, plan: Plan, files: Mapping[str, bytes]) -> tup
 def _check(fleet: Fleet) -> None:
     if not fleet.capabilities.separate_users:
         raise PolicyError(
-            "a verification needs users of their own for the candidate and its judge (separate_users): run the "
-            "node as root, or use the docker backend"
+            "a verification needs users of their own for the candidate and its judge (separate_users): "
+            "run the node as root, or use the docker backend"
         )

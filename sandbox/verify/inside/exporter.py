@@ -87,11 +87,12 @@ def export(job: dict[str, Any]) -> dict[str, Any]:
     files: dict[str, list[Any]] = {}
     left: list[list[str]] = []
     same: set[str] = set()
+    base: dict[str, str] = job["base"]
     size = more = 0
     for full, info in walk(root, budget):
         path = os.path.relpath(full, root)
         data = read(full, job["size"])
-        if data is not None and hashlib.sha256(data).hexdigest() == job["base"].get(path):
+        if data is not None and hashlib.sha256(data).hexdigest() == base.get(path):
             same.add(path)
             continue
         why = refusal(path, info, job) or ("too large, or not to be read" if data is None else "")
@@ -104,7 +105,7 @@ def export(job: dict[str, Any]) -> dict[str, Any]:
         size += len(data)
         if size <= job["size"] and len(files) <= job["files"]:
             files[path] = [base64.b64encode(data).decode(), info.st_mode & 0o777]
-    gone = [path for path in job["base"] if not os.path.lexists(os.path.join(root, path))]
+    gone = [path for path in base if not os.path.lexists(os.path.join(root, path))]
     full = budget[0] < 0
     return {
         "files": files, "left": left[: 4 * LISTED], "more": more, "same": sorted(same), "gone": gone,

@@ -1,7 +1,7 @@
 """The trusted parent: runs as another user than the candidate, and alone writes the report.
 
 It knows what is right, and the nonce, from its standard input. The candidate's process is not its child: it
-comes to an abstract socket, by the credentials that the kernel vouches for, and before it has loaded a line of
+comes to an abstract socket, with the credentials that the kernel vouches for, before it has loaded a line of
 the candidate. Nothing that this program reads from it is more than JSON, and nothing it does not answer for
 by a deadline of this program's clock counts.
 
@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import signal
 import socket
 import struct
 import sys
 import time
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Sized
+from typing import Any, NoReturn, cast
 
 from .wire import WireError, receive, send
 
@@ -33,7 +34,7 @@ class CallError(AssertionError):
     """A call of the candidate that gave no value."""
 
 
-class Ended(Exception):  # noqa: N818
+class Ended(Exception):
     """No further test can be run: the text says why."""
 
 
@@ -109,12 +110,14 @@ def same(right: Any, given: Any, relative: float, absolute: float) -> bool:
     if type(right) is not type(given):
         return False
     if isinstance(right, list):
-        return len(right) == len(given) and all(
-            same(one, other, relative, absolute) for one, other in zip(right, given, strict=True)
+        return len(cast(Sized, right)) == len(given) and all(
+            same(one, other, relative, absolute)
+            for one, other in zip(cast("list[Any]", right), given, strict=True)
         )
     if isinstance(right, dict):
-        return right.keys() == given.keys() and all(
-            same(value, given[key], relative, absolute) for key, value in right.items()
+        wanted = cast("dict[str, Any]", right)
+        return wanted.keys() == given.keys() and all(
+            same(value, given[key], relative, absolute) for key, value in wanted.items()
         )
     return right == given or (right != right and given != given)
 
@@ -180,7 +183,7 @@ def run_suite(candidate: Candidate, job: dict[str, Any], events: list[Event]) ->
         texts = {name: said.get(name) for name in ("id", "outcome", "detail")}
         if not all(isinstance(text, str) for text in texts.values()) or len(events) >= MAX_EVENTS:
             return "forged"
-        events.append({name: text[:1000] for name, text in texts.items()})
+        events.append({name: str(text)[:1000] for name, text in texts.items()})
         said = candidate.ask({})
     return "end" if said["end"] == len(events) else "forged"
 
@@ -208,6 +211,19 @@ def late(number: int, frame: object) -> NoReturn:
     raise Late
 
 
+def full() -> list[str]:
+    """Returns the folders that have no room for another block or file."""
+    found: list[str] = []
+    for path in ("/tmp", "/workspace", "/dev/shm"):
+        try:
+            info = os.statvfs(path)
+        except OSError:
+            continue
+        if info.f_blocks and (not info.f_bavail or (info.f_files and not info.f_favail)):
+            found.append(path)
+    return found
+
+
 def main() -> None:
     """Reads the job, runs the tests, writes the report."""
     job = json.loads(sys.stdin.buffer.read())
@@ -231,4 +247,4 @@ def main() -> None:
     except Late:
         end = "timeout"
     signal.setitimer(signal.ITIMER_REAL, 0)
-    print(json.dumps({"nonce": job["nonce"], "end": end, "events": events}), flush=True)
+    print(json.dumps({"nonce": job["nonce"], "end": end, "events": events, "full": full()}), flush=True)

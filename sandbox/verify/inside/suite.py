@@ -13,7 +13,7 @@ import socket
 import sys
 import unittest
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from .wire import receive, send
 
@@ -43,18 +43,19 @@ def run(connection: socket.socket, message: dict[str, Any]) -> None:
     finish()
 
 
-class EqualsAnything(AssertionError):  # noqa: N818
+class EqualsAnything(AssertionError):
     """A value that is compared equals an object that nothing equals."""
 
 
 def equals_anything(value: Any, depth: int = 4) -> bool:
     """Whether a value, or one in it, equals an object that nothing equals."""
-    if isinstance(value, (list, tuple, set, frozenset)) and depth:
-        return any(equals_anything(inner, depth - 1) for inner in list(value)[:1000])
-    if isinstance(value, dict) and depth:
-        return any(equals_anything(inner, depth - 1) for inner in list(value.values())[:1000])
-    if type(value).__eq__ is object.__eq__:
-        return False
+    inside: list[Any] = []
+    if isinstance(value, (list, tuple, set, frozenset)):
+        inside = list(cast("list[Any]", value))
+    elif isinstance(value, dict):
+        inside = list(cast("dict[Any, Any]", value).values())
+    if depth and any(equals_anything(inner, depth - 1) for inner in inside[:1000]):
+        return True
     try:
         return bool(value == object())
     except Exception:
@@ -84,7 +85,7 @@ class Result(unittest.TestResult):
         self._tell, self._said = tell, dict[str, tuple[str, str]]()
 
     def _say(self, test: Any, outcome: str, detail: str = "") -> None:
-        whole: Any = getattr(test, "test_case") if type(test).__name__ == "_SubTest" else test
+        whole: Any = test.test_case if type(test).__name__ == "_SubTest" else test
         name = whole.id()
         if name not in self._said or self._said[name][0] == "pass":
             self._said[name] = (outcome, detail)

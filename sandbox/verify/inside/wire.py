@@ -7,7 +7,7 @@ import socket
 import struct
 import sys
 import time
-from typing import Any
+from typing import Any, cast
 
 sys.set_int_max_str_digits(100_000)
 LENGTH = struct.Struct("!I")
@@ -36,12 +36,12 @@ def receive(connection: socket.socket, deadline: float) -> dict[str, Any]:
     if size > MAX_MESSAGE:
         raise WireError(f"a message of {size} bytes")
     try:
-        value = json.loads(_exactly(connection, size, deadline))
+        value: object = json.loads(_exactly(connection, size, deadline))
     except (ValueError, RecursionError) as error:
         raise WireError("a message that is no JSON") from error
     if not isinstance(value, dict):
         raise WireError("a message that is no object")
-    return value
+    return cast("dict[str, Any]", value)
 
 
 def _exactly(connection: socket.socket, size: int, deadline: float) -> bytes:
