@@ -6,11 +6,24 @@ can be judged at all. A `Plan` says how; `FunctionTests` is the kind of tests to
 
 from sandbox.verify.gate import Exercise, GateReport, gate
 from sandbox.verify.plan import Case, DiffLimits, FunctionTests, Plan, SuiteTests
-from sandbox.verify.report import Flag, LeftOut, Report, CaseResult
+from sandbox.verify.report import CaseResult, Flag, LeftOut, Report
 from sandbox.verify.repository import seal
 from sandbox.verify.verifier import verify, verify_files
 
 __all__ = [
-    "Case", "DiffLimits", "Exercise", "Flag", "FunctionTests", "GateReport", "LeftOut", "Plan", "Report",
-    "SuiteTests", "CaseResult", "gate", "seal", "verify", "verify_files",
+    "Case",
+    "CaseResult",
+    "DiffLimits",
+    "Exercise",
+    "Flag",
+    "FunctionTests",
+    "GateReport",
+    "LeftOut",
+    "Plan",
+    "Report",
+    "SuiteTests",
+    "gate",
+    "seal",
+    "verify",
+    "verify_files",
 ]  # fmt: skip

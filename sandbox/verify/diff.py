@@ -84,7 +84,7 @@ async def export(box: RemoteBox, plan: Plan, search: tuple[str, ...] = WRITABLE)
 
 
 def merge(plan: Plan, diff: Diff) -> tuple[dict[str, bytes], list[LeftOut]]:
-    """Returns the files of the verifier's box, and what gave way: trusted ones over the diff over the base."""
+    """Returns the files of the verifier's box (trusted over diff over base), and what gave way."""
     gave_way: list[LeftOut] = []
     merged: dict[str, bytes] = {}
     for layer in (plan.trusted, diff.files, plan.base):

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from sandbox.verify.plan import Case, FunctionTests, Plan
-from sandbox.verify.report import Flag, CaseResult
+from sandbox.verify.report import CaseResult, Flag
 
 if TYPE_CHECKING:
     from sandbox.verify.diff import Diff
@@ -48,7 +48,7 @@ HOOKS = (
 """Files that change how an interpreter or a test framework works; they never count, whatever is allowed."""
 
 SUSPECTS: tuple[tuple[str, str], ...] = (
-    ("hooks", rf"^{HOOKS}$"),
+    ("hooks", rf"^(?!(.*/)?__pycache__/[^/]*\.pyc$){HOOKS}$"),
     (
         "spoof",
         r"(^|/)(reward|reports?|results?|verdict|score|junit)[\w.-]*\.(json|xml|txt)$|(^|/)logs?/verifier(/|$)",

@@ -9,7 +9,7 @@ from sandbox.types import Verdict
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A trace of a known way to cheat, for a person to look at; `kind` is one of `sandbox.verify.flags.KINDS`.
+    """A trace of a known way to cheat, for a person to look at; `sandbox.verify.flags.KINDS` has the kinds.
 
     It does not decide: honest work can look the same. `Plan.fatal_kinds` names kinds that do.
     """

@@ -146,6 +146,11 @@ def _judge(
     if len(reports) != 1:
         why = "resources" if ended is None or ended.oom else "timeout"
         return Ran(Verdict.FAIL, f"the tests came to no end ({why})", (CaseResult("", why),), output)
+    if reports[0]["end"] == "no framework":
+        last = output.strip().splitlines()[-1:] or ["it says nothing"]
+        raise InfrastructureError(
+            f"the test framework does not start: {last[0][:200]} (is it in python_path?)"
+        )
     events = [CaseResult(e["id"], e["outcome"], e["detail"]) for e in reports[0]["events"]]
     problems = check(plan, decoys, events, reports[0]["end"])
     if oom:
@@ -167,8 +172,9 @@ def check(plan: Plan, decoys: Decoys | None, events: list[CaseResult], end: str)
     problems = [] if end == "end" else [CaseResult("", end, early)]
     for name in (*plan.tests.ids, *ends):
         if counts[name] != 1:
-            shown = "a decoy" if name in ends else name
-            problems.append(CaseResult(shown, "duplicate" if counts[name] else "missing"))
+            what = "duplicate" if counts[name] else "missing"
+            decoy = name in ends and end == "end"
+            problems.append(CaseResult("a decoy", "decoy", what) if decoy else CaseResult(name, what))
     problems += [CaseResult(name, "unknown") for name in counts if name not in {*plan.tests.ids, *ends}]
     for event in events:
         if ends.get(event.id, event.outcome) != event.outcome:
@@ -189,7 +195,7 @@ def _is_decoy(event: CaseResult, plan: Plan, decoys: Decoys | None) -> bool:
 
 def _job(plan: Plan, decoys: Decoys | None) -> dict[str, Any]:
     tests = plan.tests
-    load: dict[str, Any] = {"path": [*plan.python_path, plan.root], "root": plan.root}
+    load: dict[str, Any] = {"libraries": plan.python_path, "root": plan.root}
     job: dict[str, Any] = {"uid": CANDIDATE, "start_s": plan.start_s, "timeout_s": plan.timeout_s}
     if isinstance(tests, FunctionTests):
         load["module"] = f"{plan.root}/{tests.module}"

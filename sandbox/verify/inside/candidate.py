@@ -93,8 +93,9 @@ def main() -> None:
     message = receive(connection, time.monotonic() + FOREVER)
     os.chdir(tempfile.mkdtemp(dir="/tmp"))
     os.environ["TMPDIR"] = os.environ["HOME"] = os.getcwd()
-    sys.path += message["path"]
+    sys.path += message["libraries"]
     if "files" in message:
         suite.run(connection, message)
     else:
+        sys.path.append(message["root"])
         serve(connection, message)

@@ -71,8 +71,21 @@ class Candidate:
         raise Ended(self.ended)
 
     def answer(self, function: str, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Has a function called; returns `value` or `raised`."""
-        return self.ask({"call": function, "args": args, "kwargs": kwargs}, self._case_timeout_s)
+        """Has a function called; returns its `value`, what it `raised`, or the `type` that is no JSON."""
+        message = {"call": function, "args": args, "kwargs": kwargs}
+        return self.shaped(message, ({"value"}, {"raised", "text"}, {"type"}))
+
+    def shaped(self, message: dict[str, Any], shapes: tuple[set[str], ...]) -> dict[str, Any]:
+        """Asks for an answer of one of some shapes.
+
+        Raises:
+            Ended: There was none, or one of another shape.
+        """
+        answer = self.ask(message, self._case_timeout_s)
+        if set(answer) not in shapes:
+            self.ended = "forged"
+            raise Ended(self.ended)
+        return answer
 
     def call(self, function: str, /, *args: Any, **kwargs: Any) -> Any:
         """Calls a function for a checker.
@@ -160,7 +173,7 @@ def run_functions(candidate: Candidate, job: dict[str, Any], events: list[Event]
     ]
     runs += [(name, lambda name=name: run_check(candidate, checker[name], name)) for name in job["checks"]]
     random.SystemRandom().shuffle(runs)
-    loaded = candidate.ask(job["load"])
+    loaded = candidate.shaped(job["load"], ({"loaded"}, {"raised", "text"}))
     if "loaded" not in loaded:
         events += [{"id": name, "outcome": "load", "detail": explain(loaded)} for name, _ in runs]
         return "load"
@@ -178,7 +191,13 @@ def run_functions(candidate: Candidate, job: dict[str, Any], events: list[Event]
 
 def run_suite(candidate: Candidate, job: dict[str, Any], events: list[Event]) -> str:
     """Collects what the runner says of its tests; returns how it ended."""
-    said = candidate.ask(job["load"])
+    try:
+        ready = "ready" in candidate.ask(job["load"])
+    except Ended:
+        ready = False
+    if not ready:  # nothing of the candidate has been loaded yet
+        return "no framework"
+    said = candidate.ask({})
     while "end" not in said:
         texts = {name: said.get(name) for name in ("id", "outcome", "detail")}
         if not all(isinstance(text, str) for text in texts.values()) or len(events) >= MAX_EVENTS:
