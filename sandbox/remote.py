@@ -218,6 +218,14 @@ class RemoteBox:
         """Lets a paused sandbox go on."""
         await self._ask({"op": "resume", "box": self.id})
 
+    async def halt(self) -> None:
+        """Ends all processes that commands started, also those that left their session; the sandbox stays.
+
+        Raises:
+            ProtocolError: Some do not end; the sandbox was ended.
+        """
+        await self.run({"op": "halt"}, b"", _FILE_TIMEOUT_S, 1024, True)
+
     async def extend(self, ttl_s: float) -> None:
         """Sets how many seconds the sandbox may be idle from now on before it is ended."""
         _check("ttl_s", ttl_s, 30 * 86400)

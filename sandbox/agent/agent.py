@@ -202,6 +202,16 @@ class Agent:
         self.held_at = 0.0
         self.reply(header["id"])
 
+    def do_halt(self, header: Header, text: bytes, payload: bytes) -> None:
+        """Ends the trees of all commands; says how many are still there."""
+        running = [command for command in self.commands.values() if not command.gone]
+        for command in running:
+            command.cancelled = True
+            command.stop()
+        for keeper in self.background.values():
+            keeper.shutdown(SHUT_WR)
+        self.reply(header["id"], left=len(running) + len(self.background))
+
     def do_kill(self, header: Header, text: bytes, payload: bytes) -> None:
         """Ends the tree of a command."""
         command = self.commands.get(header["target"])
