@@ -13,6 +13,9 @@ from sandbox.channel import ByteReader
 from sandbox.resident import ByteWriter
 from sandbox.types import Capabilities, Limits, SandboxSpec
 
+AUTO = ("docker", "bubblewrap")
+"""What `auto` stands for: the first that is there. Others differ too much to be had unasked."""
+
 COMMAND_UID = 60000
 """The user of commands; Python commands have one each of those that follow."""
 

@@ -79,7 +79,7 @@ class Bubblewrap:
             )
         if self._agent is AGENT and self._state_dir is not None:
             self._agent = await asyncio.to_thread(build, self._state_dir / "toolkit", _interpreter()[0])
-        cgroup = Cgroup.create(box_id, spec.limits)
+        cgroup = Cgroup.create(box_id, spec.limits, latency=spec.latency)
         try:
             process = await self._spawn(cgroup, spec.limits)
         except OSError as error:
