@@ -143,9 +143,7 @@ def leave(root: Path = _ROOT) -> None:
 
 
 def _nodes(root: Path) -> list[Path]:
-    parents = [
-        place for name in (_PARENT, _IDLE_PARENT) for place in (root / name, *root.glob(f"*/{name}"))
-    ]
+    parents = [place for name in (_PARENT, _IDLE_PARENT) for place in (root / name, *root.glob(f"*/{name}"))]
     return [node for parent in parents for node in parent.glob("*-*") if node.is_dir()]
 
 

@@ -31,7 +31,7 @@ _STREAM_HEADER = struct.Struct("!BxxxI")
 _STDOUT, _STDERR = 1, 2
 _MAX_CHUNK = 1 << 20
 _LEAST_SHARES = 2
-"""The least weight, of which a container has 1024 as a rule; the engine makes it `cpu.weight` 1 in version 2."""
+"""The least weight of a container, 1024 as a rule; with version 2 the engine sets `cpu.weight` 1."""
 
 _UNREACHABLE = (docker.errors.DockerException, requests.exceptions.RequestException)
 

@@ -21,7 +21,7 @@ GVISOR = pytest.param("gvisor", marks=[pytest.mark.gvisor, pytest.mark.slow])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Runs what asks for a `backend` on each; a module that says `ON_GVISOR = True` also on that, which is slow."""
+    """Runs what asks for a `backend` on each, in a module with `ON_GVISOR = True` also on the slow one."""
     if "backend" in metafunc.fixturenames:
         on_gvisor = getattr(metafunc.module, "ON_GVISOR", False)
         metafunc.parametrize("backend", [*BACKENDS, *([GVISOR] if on_gvisor else [])])
