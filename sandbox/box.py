@@ -34,6 +34,9 @@ _NEXT = Claim()
 OPERATIONS = frozenset({"exec", "python", "read", "write", "list", "stat", "pack", "unpack", "remove", "move"})
 """What a caller can have the agent do, besides what `Background` does."""
 
+CALLS = frozenset({"exec", "python"})
+"""Of these, what a sandbox without state can do."""
+
 _UNRECORDED = frozenset({"pack"})
 """Trees go out as they are at that time, and are too large for a journal."""
 
@@ -70,7 +73,8 @@ class Box:
         self.live(self.spec.life_s)
         self.calm.set()
         # What does not fit beside the commands that run waits here, in order, not as a failed fork.
-        self.places = asyncio.Semaphore(max(self.spec.limits.pids // _PROCESSES_A_COMMAND, 1))
+        at_once = self.spec.limits.pids // _PROCESSES_A_COMMAND if self.capabilities.stateful else 1
+        self.places = asyncio.Semaphore(max(at_once, 1))
         self.resident = Resident(self.started.reader, self.started.writer, self._kill)
         self.background = Background(self.resident, min(_MAX_PROCESSES, max(self.spec.limits.pids // 4, 1)))
 
@@ -137,6 +141,13 @@ class Box:
         known = OPERATIONS | Background.OPERATIONS
         if command["op"] not in known:
             raise PolicyError(f"there is no command {command['op']!r}, only {', '.join(sorted(known))}")
+        if not self.capabilities.stateful and (command["op"] not in CALLS or command.get("state")):
+            raise PolicyError(
+                f"a {self.backend} sandbox keeps nothing between calls (stateful), so that it has no files, "
+                "sessions or background: give exec, python or call all that they need"
+            )
+        if command.get("files") and self.capabilities.stateful:
+            raise PolicyError("a call brings files only where it starts in an empty place: use write_file")
         if (user := command.get("user")) is not None:
             if not self.capabilities.separate_users:
                 raise PolicyError(

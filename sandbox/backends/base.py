@@ -10,6 +10,7 @@ from typing import Protocol
 
 from sandbox.backends import seccomp
 from sandbox.channel import ByteReader
+from sandbox.errors import PolicyError
 from sandbox.resident import ByteWriter
 from sandbox.types import Capabilities, Limits, SandboxSpec
 
@@ -32,6 +33,23 @@ class Started:
     kill: Callable[[], Awaitable[None]]
     oom_kills: Callable[[], int]
     pause: Callable[[bool], Awaitable[None]] | None = None
+
+
+def refuse_layers(backend: str, spec: SandboxSpec, *, images: bool = False) -> None:
+    """Returns when `spec` asks for none of the things that only layers give.
+
+    Raises:
+        PolicyError: It does.
+    """
+    asked = {
+        "images": "" if images else spec.image,
+        "workspaces": spec.workspace,
+        "toolkits": spec.toolkit,
+        "disks": spec.limits.disk_bytes,
+    }
+    for what, which in asked.items():
+        if which:
+            raise PolicyError(f"the {backend} backend has no {what} (asked for {which!r}); try bubblewrap")
 
 
 class Backend(Protocol):
@@ -60,7 +78,9 @@ class Backend(Protocol):
         ...
 
 
-def agent_command(folder: str, limits: Limits, *, uid: int | None, alone: bool) -> list[str]:
+def agent_command(
+    folder: str, limits: Limits, *, uid: int | None, alone: bool, fresh: bool = False
+) -> list[str]:
     """Returns the interpreter's arguments that start the agent found at `folder`/agent.
 
     Args:
@@ -68,10 +88,12 @@ def agent_command(folder: str, limits: Limits, *, uid: int | None, alone: bool) 
         limits: Of the sandbox; those that the kernel keeps per process are passed on.
         uid: The first user of commands, or None to run them as the agent's.
         alone: Whether no control group holds memory and processes, so that limits per process must do.
+        fresh: Whether each command has namespaces and folders of its own, for which the agent needs the power.
     """
     rlimits = {"NOFILE": limits.open_files, "FSIZE": limits.tmpfs_bytes, "CORE": 0, "MEMLOCK": 1 << 16}
     if alone:
         rlimits |= {"AS": limits.memory_bytes, "NPROC": limits.pids}
-    config = json.dumps({"uid": uid, "rlimits": rlimits, "seccomp": seccomp.program()})
+    sized = f"mode=1777,size={limits.tmpfs_bytes},nr_inodes={limits.tmpfs_inodes}" if fresh else ""
+    config = json.dumps({"uid": uid, "rlimits": rlimits, "seccomp": seccomp.program(), "fresh": sized})
     start = f"import sys; sys.path.insert(0, {folder!r}); from agent.agent import main; main()"
     return ["-I", "-S", "-c", start, config]

@@ -19,9 +19,9 @@ from dataclasses import replace as changed
 from pathlib import Path
 from typing import Any
 
-from sandbox.backends.base import COMMAND_UID, Started, agent_command
+from sandbox.backends.base import COMMAND_UID, Started, agent_command, refuse_layers
 from sandbox.backends.cgroups import Cgroup, controllers, leave, sweep
-from sandbox.errors import InfrastructureError, PolicyError
+from sandbox.errors import InfrastructureError
 from sandbox.toolkit import build
 from sandbox.types import Capabilities, Limits, SandboxSpec
 
@@ -101,13 +101,10 @@ class Gvisor:
         """Starts one sandbox.
 
         Raises:
-            PolicyError: An image was asked for.
+            PolicyError: An image or a layer was asked for.
             InfrastructureError: runsc could not be started.
         """
-        if spec.image:
-            raise PolicyError(
-                f"the gvisor backend has no images (asked for {spec.image!r}); use sandbox.backend=docker"
-            )
+        refuse_layers(self.name, spec)
         if problem := await self.missing():
             raise InfrastructureError(f"runsc cannot be used any more: {problem}")
         assert self._folder is not None, "a backend without a state folder only looks around"

@@ -7,6 +7,7 @@ from pathlib import Path
 from sandbox.backends.base import AUTO, Backend
 from sandbox.backends.bubblewrap import Bubblewrap
 from sandbox.backends.docker import Docker
+from sandbox.backends.function import Function
 from sandbox.backends.gvisor import Gvisor
 from sandbox.errors import BackendMissingError
 
@@ -19,7 +20,7 @@ _GET_ONE = (
 def backends(state_dir: Path | None = None) -> dict[str, Backend]:
     """Returns the backends for the node of a state folder."""
     return {
-        backend.name: backend for backend in (Docker(state_dir), Bubblewrap(state_dir), Gvisor(state_dir))
+        kind.name: kind(state_dir) for kind in (Docker, Bubblewrap, Gvisor, Function)
     }
 
 
