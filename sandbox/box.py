@@ -31,7 +31,9 @@ _PROCESSES_A_COMMAND = 8
 _MAX_QUEUE, _MAX_PROCESSES = 1024, 32
 _ASK_S = 10.0
 _NEXT = Claim()
-OPERATIONS = frozenset({"exec", "python", "read", "write", "list", "stat", "pack", "unpack", "remove", "move"})
+OPERATIONS = frozenset(
+    {"exec", "python", "read", "write", "list", "stat", "pack", "unpack", "remove", "move"}
+)
 """What a caller can have the agent do, besides what `Background` does."""
 
 CALLS = frozenset({"exec", "python"})
@@ -229,13 +231,24 @@ class Box:
                 await self.resident.request({"op": "go_on"}, timeout_s=_ASK_S)
             self.used = time.monotonic()
 
+    def check_snapshots(self) -> None:
+        """Returns when the sandbox can have files of another, and another its files.
+
+        Raises:
+            PolicyError: The backend has no snapshots.
+        """
+        if not self.capabilities.disk_snapshot:
+            raise PolicyError(f"a {self.backend} sandbox has no snapshots (disk_snapshot)")
+
     @asynccontextmanager
     async def quiet(self) -> AsyncGenerator[int]:
         """Has commands wait while a snapshot is taken; gives the number of the last one.
 
         Raises:
+            PolicyError: The backend has no snapshots.
             RefusedError: A command is running (`busy`).
         """
+        self.check_snapshots()
         if self.resident.clocks.held:
             raise RefusedError(f"sandbox {self.id} is paused: resume it first", "paused")
         if self.running or not self.calm.is_set():

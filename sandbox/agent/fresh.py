@@ -1,7 +1,7 @@
 """Commands without a past: each in namespaces and folders of its own, which the kernel takes away with it.
 
-The keeper of such a command is the first process of its namespace. When it ends, so does everything else there,
-and with the last process go the mounts with their files, shared memory, semaphores and message queues.
+The keeper of such a command is the first process of its namespace. When it ends, so does everything else
+there, and with the last process go the mounts with their files, shared memory, semaphores and message queues.
 """
 
 from __future__ import annotations

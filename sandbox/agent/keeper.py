@@ -16,7 +16,8 @@ import time
 from _socket import CMSG_SPACE, socket
 
 from . import libc
-from .frames import DIRTY, DONE, EXITED, FAILED, FORK, SCRATCH, STATUS, UNKNOWN
+from .command import disk_full
+from .frames import DIRTY, DONE, EXITED, FAILED, FORK, FULL, SCRATCH, STATUS, UNKNOWN
 from .fresh import end_others, enter
 from .program import become_command, warm_up
 
@@ -83,6 +84,8 @@ def keep(agent: socket, streams: list[int], slot: int, user: int, config: Header
         if config["fresh"]:
             status = attend(agent, deaths, child, True, 0)
             end_tree(0)
+            if status and disk_full():  # a disk that nobody but this call has
+                agent.send(STATUS.pack(FULL, 0))
             agent.send(STATUS.pack(DONE, UNKNOWN if status is None else status))
         elif not slot:
             attend(agent, deaths, child, False, config["tag"])

@@ -88,7 +88,7 @@ def agent_command(
         limits: Of the sandbox; those that the kernel keeps per process are passed on.
         uid: The first user of commands, or None to run them as the agent's.
         alone: Whether no control group holds memory and processes, so that limits per process must do.
-        fresh: Whether each command has namespaces and folders of its own, for which the agent needs the power.
+        fresh: Whether each command has namespaces and folders of its own, which the agent must be let make.
     """
     rlimits = {"NOFILE": limits.open_files, "FSIZE": limits.tmpfs_bytes, "CORE": 0, "MEMLOCK": 1 << 16}
     if alone:

@@ -3,8 +3,8 @@
 A sandbox of it is a worker in the namespaces of the light tier that has the next call forked already. Every
 call has a process, message and mount namespace, empty folders and a user of its own, and nothing of it is
 there when it returns: the kernel takes the namespaces away. Between calls of one sandbox stay its limits and
-its loopback, on which nobody listens any more. The agent has the power to make namespaces, but only as root of
-a user namespace, whose users are nobody's on the machine.
+its loopback, on which nobody listens any more. The agent has the power to make namespaces, but only as root
+of a user namespace, whose users are nobody's on the machine.
 """
 
 from __future__ import annotations
@@ -128,7 +128,9 @@ def _problem() -> str:
     # What each call does, once: namespaces below that of the user, and their own /proc.
     trial = ("unshare", "--mount", "--pid", "--ipc", "--fork", "--mount-proc", "/bin/true")
     try:
-        done = subprocess.run([*_namespaces(Path("/usr")), *trial], capture_output=True, timeout=_PROBE_S, check=False)
+        done = subprocess.run(
+            [*_namespaces(Path("/usr")), *trial], capture_output=True, timeout=_PROBE_S, check=False
+        )
     except subprocess.TimeoutExpired:
         return "the kernel made no namespaces in time"
     if done.returncode == 0:

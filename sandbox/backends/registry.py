@@ -19,9 +19,7 @@ _GET_ONE = (
 
 def backends(state_dir: Path | None = None) -> dict[str, Backend]:
     """Returns the backends for the node of a state folder."""
-    return {
-        kind.name: kind(state_dir) for kind in (Docker, Bubblewrap, Gvisor, Function)
-    }
+    return {kind.name: kind(state_dir) for kind in (Docker, Bubblewrap, Gvisor, Function)}
 
 
 async def choose(name: str, among: dict[str, Backend]) -> Backend:
