@@ -32,6 +32,9 @@ STATE_DIR, OWNER, BOX = "tempering.state_dir", "tempering.owner", "tempering.san
 _STREAM_HEADER = struct.Struct("!BxxxI")
 _STDOUT, _STDERR = 1, 2
 _MAX_CHUNK = 1 << 20
+_LEAST_SHARES = 2
+"""The least weight of a container, 1024 as a rule; with version 2 the engine sets `cpu.weight` 1."""
+
 _UNREACHABLE = (docker.errors.DockerException, requests.exceptions.RequestException)
 
 
@@ -161,6 +164,7 @@ class Docker:
             mounts=[self._door(box_id)] if network else [],
             name=f"tempering-{box_id}",
             labels={**spec.labels, STATE_DIR: str(self._state_dir), OWNER: owner, BOX: box_id},
+            cpu_shares=_LEAST_SHARES if spec.latency == "best_effort" else 1024,
             **hardening(spec.limits),
         )
 
