@@ -27,6 +27,7 @@ from sandbox.outcome import FIELDS, Outcome
 from sandbox.policy import Denial
 from sandbox.recovery import Claim, Recorder, Replay, replay
 from sandbox.resident import STATE, Resident, Sink, check_result
+from sandbox.shapes import check_command
 from sandbox.types import Capabilities, ExecResult, SandboxSpec
 
 _PROCESSES_A_COMMAND = 8
@@ -151,6 +152,7 @@ class Box:
         known = OPERATIONS | Background.OPERATIONS | {_PHASE}
         if command["op"] not in known:
             raise PolicyError(f"there is no command {command['op']!r}, only {', '.join(sorted(known))}")
+        check_command(command)
         if not self.capabilities.stateful and (command["op"] not in CALLS or command.get("state")):
             raise PolicyError(
                 f"a {self.backend} sandbox keeps nothing between calls (stateful), so that it has no files, "
