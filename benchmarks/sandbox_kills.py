@@ -3,7 +3,7 @@
 Each run lets a client work in a sandbox until a process reaches a place of `sandbox_breakpoint.PLACES`, where the
 victim gets SIGKILL. Then what was killed is started again, and a client that starts over asks for the same
 sandbox and gives the same commands. A client or node is killed on this machine's node, a front or node agent
-behind a front. Most runs use bubblewrap, the last quarter docker where there is an engine.
+behind a front. Most runs use bubblewrap, the last fourth docker where there is an engine.
 
 Counted are orphans (processes, containers, control groups, mounts, sockets and files that are there when the
 owner has released its sandboxes, or but for files when its lease has ended, after one period of the reaper),
@@ -36,7 +36,7 @@ REAPER_S = 0.8
 """The shortest lease of the runs and the period in which the node looks at leases."""
 
 _PATIENCE_S, _RUN_S = 20.0, 150.0
-_DOCKER_SHARE = 0.25
+_DOCKER_SHARE = 0.24
 
 
 @dataclass(frozen=True, slots=True)
