@@ -33,8 +33,8 @@ _BROKEN = (
 )
 
 
-def read_archive(archive: Path | bytes, limits: TreeLimits) -> Iterator[Item]:
-    """Yields the entries of an archive, each checked before it is given.
+def read_archive(archive: Path | bytes, limits: TreeLimits, *, links_out: bool = False) -> Iterator[Item]:
+    """Yields the entries of an archive, each checked before it is given. `links_out`: links may lead anywhere.
 
     Raises:
         UnsafeTreeError: It is broken, a bomb, or has what does not go into a sandbox.
@@ -43,7 +43,7 @@ def read_archive(archive: Path | bytes, limits: TreeLimits) -> Iterator[Item]:
         size = file.seek(0, io.SEEK_END)
         file.seek(0)
         most = min(limits.size, max(_FREE, MAX_RATIO * size))
-        checker = Checker(TreeLimits(most, limits.entries))
+        checker = Checker(TreeLimits(most, limits.entries), links_out)
         try:
             if zipfile.is_zipfile(file):
                 yield from _zip(file, checker, most)

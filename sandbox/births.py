@@ -134,8 +134,8 @@ class Births:
             FileError: It has files that cannot be read.
         """
         parent = self._node.box(box_id, owner)
-        async with self._node.snapshots.passing(parent) as (taken, seq):
-            children = [asyncio.create_task(self._child(parent, taken, seq)) for _ in range(count)]
+        async with self._node.snapshots.passing(parent) as (taken, saving):
+            children = [asyncio.create_task(self._child(parent, taken, saving)) for _ in range(count)]
             gone: list[BaseException] = []
             try:
                 made = await asyncio.gather(*children, return_exceptions=True)
@@ -150,12 +150,13 @@ class Births:
             raise failure
         return boxes
 
-    async def _child(self, parent: Box, taken: str, seq: int) -> Box:
+    async def _child(self, parent: Box, taken: str, saving: asyncio.Task[int]) -> Box:
         box_id = f"{self._node.boot}-{secrets.token_hex(6)}"
         with self._place(box_id, parent.spec):
             box = await self._start(box_id, box_id, parent.owner, parent.backend, parent.spec)
             box.ttl_s, box.snapshot = parent.ttl_s, parent.snapshot
             async with self._unborn_until_entered(box, fresh=True):
+                seq = await asyncio.shield(saving)
                 await load(box, self._node.snapshots.tree(taken))
                 if parent.recorder is not None:
                     past = parent.recorder.journal

@@ -21,6 +21,8 @@ SandboxError                 anything below; it says nothing about the policy th
 ├── FileError                a file operation inside the sandbox failed
 │   ├── DiskFullError        because the sandbox has no room left on disk
 │   └── UnsafeTreeError      a tree or an archive that must not be unpacked
+├── LayerError               a layer is not there, damaged, or cannot be built, mounted or published
+│   └── PlantedAnswerError   the scan before publishing found what gives a task's answer away
 ├── JournalMismatchError     a replayed command is not the one that the journal has in its place
 ├── UnknownOutcomeError      a command was under way when its caller or node died; what it did is not known
 └── InfrastructureError      the node failed at something else
@@ -90,6 +92,14 @@ class DiskFullError(FileError):
 
 class UnsafeTreeError(FileError):
     """A tree or an archive leads out of its place, is a bomb, or is more than was allowed."""
+
+
+class LayerError(SandboxError):
+    """A layer is not there, is damaged, or cannot be built, mounted or published; the text says which."""
+
+
+class PlantedAnswerError(LayerError):
+    """A layer was not published, as it gives away what a task asks for; the text names the findings."""
 
 
 class JournalMismatchError(SandboxError):

@@ -94,13 +94,18 @@ def image_files(agent: Path) -> Iterator[tuple[str, Path]]:
     for program in programs:
         yield f"/usr/bin/{program.name}", program
     yield "/usr/bin/python3", interpreter
-    for path in sorted(_shared_libraries([*programs, *extensions])):
+    for path in sorted(shared_libraries([*programs, *extensions])):
         yield path, Path(path)
+    if (
+        cache := Path("/etc/ld.so.cache")
+    ).exists():  # without it each program looks for its libraries in vain places
+        yield str(cache), cache
     for path in sorted(agent.rglob("*.py*")):
         yield f"{AGENT_FOLDER}/agent/{path.relative_to(agent)}", path
 
 
-def _shared_libraries(programs: Iterable[Path]) -> set[str]:
+def shared_libraries(programs: Iterable[Path]) -> set[str]:
+    """Returns the libraries that programs or libraries need, their loader among them."""
     found: set[str] = set()
     for program in programs:
         listed = subprocess.run(["ldd", program], capture_output=True, text=True, check=False).stdout
@@ -109,7 +114,7 @@ def _shared_libraries(programs: Iterable[Path]) -> set[str]:
 
 
 def _digest(files: Iterable[tuple[str, Path]]) -> str:
-    digest = hashlib.sha256(b"layout 2")
+    digest = hashlib.sha256(b"layout 3")
     for name, path in files:
         content = hashlib.sha256(path.read_bytes()).hexdigest()
         digest.update(f"{name} {content} {path.stat().st_mode & 0o111}\n".encode())

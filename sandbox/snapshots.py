@@ -6,6 +6,7 @@ meanwhile may be in it or not. What comes out of a sandbox is checked on its way
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import secrets
@@ -69,18 +70,32 @@ class Snapshots:
         return taken
 
     @asynccontextmanager
-    async def passing(self, box: Box) -> AsyncGenerator[tuple[str, int]]:
+    async def passing(self, box: Box) -> AsyncGenerator[tuple[str, asyncio.Task[int]]]:
         """Keeps the files of a sandbox for a while, as a snapshot that nobody else sees.
 
-        Gives the name of its tree and the number of the last command before it.
+        Gives the name of its tree and the task that saves it, whose result is the number of the last command
+        before it.
+
+        Raises:
+            RefusedError: A command is running.
         """
         self._folder.mkdir(mode=0o700, exist_ok=True)
         name = f"snap-{secrets.token_hex(6)}"
-        try:
+
+        async def saved() -> int:
             async with box.quiet() as seq:
                 await save(box, self.tree(name))
-            yield name, seq
+            return seq
+
+        saving = asyncio.create_task(saved())
+        try:
+            await asyncio.sleep(0)
+            if saving.done():  # one that is busy is refused before anything starts
+                await saving
+            yield name, saving
         finally:
+            saving.cancel()
+            await asyncio.gather(saving, return_exceptions=True)
             self.tree(name).unlink(missing_ok=True)
 
     def tree(self, name: str) -> Path:

@@ -188,13 +188,13 @@ def batches(items: Iterable[Item]) -> Iterator[bytes]:
         yield bytes(batch)
 
 
-def read_tree(root: Path, limits: TreeLimits) -> Iterator[Item]:
-    """Yields the entries of a local file or folder.
+def read_tree(root: Path, limits: TreeLimits, *, links_out: bool = False) -> Iterator[Item]:
+    """Yields the entries of a local file or folder. `links_out`: links may lead anywhere.
 
     Raises:
         UnsafeTreeError: It has what does not go into a sandbox.
     """
-    checker = Checker(limits)
+    checker = Checker(limits, links_out)
     for path in _walk(root):
         info = path.lstat()
         name = path.relative_to(root).as_posix()

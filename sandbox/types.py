@@ -19,7 +19,11 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Resource limits of one sandbox: cores, bytes, processes."""
+    """Resource limits of one sandbox: cores, bytes, processes.
+
+    Files are written to memory, at most `tmpfs_bytes` of them; with `disk_bytes` to a file of that size on the
+    node's disk instead (capability `disk_file`). Either way there are at most `tmpfs_inodes` of them.
+    """
 
     cpus: float = 1.0
     memory_bytes: int = 256 << 20
@@ -27,11 +31,18 @@ class Limits:
     tmpfs_bytes: int = 64 << 20
     tmpfs_inodes: int = 8192
     open_files: int = 256
+    disk_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend holds on this machine. Asking for what it lacks is an error, never a downgrade."""
+    """What a backend holds on this machine. Asking for what it lacks is an error, never a downgrade.
+
+    `terminal_signals`: keys such as Ctrl-C signal the processes of a terminal. `oom_told`: a process beyond the
+    memory limit is ended alone, and the result of its command says so; without it an allocation fails or the
+    whole sandbox ends. `stateful`: what a command leaves is there for the next; without it each command starts
+    in an empty place of its own, and only commands are on offer.
+    """
 
     images: bool
     memory_limit: bool
@@ -43,13 +54,20 @@ class Capabilities:
     disk_snapshot: bool = True
     memory_snapshot: bool = False
     terminal: bool = True
+    terminal_signals: bool = True
+    oom_told: bool = True
+    stateful: bool = True
+    layers: bool = False
+    disk_file: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxSpec:
-    """What to create. `image` names an image of the backend; empty is the built-in Python image.
+    """What to create. `image` names a base layer (`name:tag` or digest) or an image of the backend; empty is
+    the built-in Python. `workspace` and `toolkit` are layers over it (`temper sandbox layer`).
 
-    A sandbox that nobody has used for `ttl_s` seconds is ended. With `journal` its commands and their results
+    A sandbox that nobody has used for `ttl_s` seconds is ended, and any `life_s` seconds after its start unless
+    that is 0. With `journal` its commands and their results
     are written down, so that a caller who starts over can attach to it.
     """
 
@@ -58,6 +76,9 @@ class SandboxSpec:
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     ttl_s: float = 3600.0
     journal: bool = True
+    life_s: float = 0.0
+    workspace: str = ""
+    toolkit: str = ""
 
 
 @dataclass(frozen=True, slots=True)

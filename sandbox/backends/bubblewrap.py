@@ -147,6 +147,7 @@ def _system() -> Iterator[str]:
             yield from ("--symlink", os.readlink(path), path)
         elif os.path.isdir(path):
             yield from ("--ro-bind", path, path)
+    yield from ("--perms", "0755", "--dir", "/etc")  # made in passing it would be closed to commands
     for path in _ETC:
         yield from ("--ro-bind-try", path, path)
     yield from ("--proc", "/proc", "--dev", "/dev")

@@ -7,7 +7,11 @@ from pathlib import Path
 from sandbox.backends.base import Backend
 from sandbox.backends.bubblewrap import Bubblewrap
 from sandbox.backends.docker import Docker
+from sandbox.backends.gvisor import Gvisor
 from sandbox.errors import BackendMissingError
+
+AUTO = ("docker", "bubblewrap")
+"""What `auto` stands for, the first that is there; the others differ too much to be had without being asked for."""
 
 _GET_ONE = (
     "install bubblewrap (as root: apt-get install bubblewrap) or start a Docker engine "
@@ -16,8 +20,8 @@ _GET_ONE = (
 
 
 def backends(state_dir: Path | None = None) -> dict[str, Backend]:
-    """Returns the backends for the node of a state folder, in the order in which `auto` prefers them."""
-    return {backend.name: backend for backend in (Docker(state_dir), Bubblewrap(state_dir))}
+    """Returns the backends for the node of a state folder."""
+    return {backend.name: backend for backend in (Docker(state_dir), Bubblewrap(state_dir), Gvisor(state_dir))}
 
 
 async def choose(name: str, among: dict[str, Backend]) -> Backend:
@@ -30,10 +34,10 @@ async def choose(name: str, among: dict[str, Backend]) -> Backend:
         if name not in among:
             raise BackendMissingError(f"there is no sandbox backend {name!r}; there are {', '.join(among)}")
         if problem := await among[name].missing():
-            raise BackendMissingError(f"sandbox backend {name!r} cannot be used: {problem}; {_GET_ONE}")
+            raise BackendMissingError(f"sandbox backend {name!r} cannot be used: {problem}")
         return among[name]
     problems: list[str] = []
-    for backend in among.values():
+    for backend in (among[name] for name in AUTO if name in among):
         problem = await backend.missing()
         if not problem:
             return backend
