@@ -3,8 +3,8 @@
     python -m benchmarks.sandbox_breakpoint ARM node|front|agent ARGUMENTS...
 
 `install` wraps the functions of `PLACES`. Nothing happens until the file `ARM` names one of them, a process
-and how many passes to let by; the pass after that removes the file, kills the process with SIGKILL and goes on
-when it is dead, so that it dies at this place and at no other. What is wrapped stays as it is otherwise.
+and how many passes to let by; the pass after that removes the file, kills the process with SIGKILL and goes
+on when it is dead, so that it dies at this place and at no other. What is wrapped stays as it is otherwise.
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ PLACES: dict[str, tuple[Hook, ...]] = {
     "attach.found": (Hook("sandbox.node:Node.attach", "after"),),
     "replay.ran": (Hook("sandbox.journal:Journal.renew", "before"),),
 }
-"""Where processes die, by name. Hooks in the node also kill the clients, fronts and agents that wait for it."""
+"""Where processes die, by name. Hooks in the node also kill the clients, fronts and agents waiting there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """What happens at which place: the process that dies, after how many passes, and what tells that it has."""
+    """What happens at which place: which process dies, and after how many passes."""
 
     place: str
     pid: int

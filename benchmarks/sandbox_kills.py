@@ -1,9 +1,9 @@
 """Kills clients, nodes, node agents and fronts at named places: `python -m benchmarks.sandbox_kills`.
 
-Each run lets a client work in a sandbox until a process reaches a place of `sandbox_breakpoint.PLACES`, where the
-victim gets SIGKILL. Then what was killed is started again, and a client that starts over asks for the same
-sandbox and gives the same commands. A client or node is killed on this machine's node, a front or node agent
-behind a front. Most runs use bubblewrap, the last fourth docker where there is an engine.
+Each run lets a client work in a sandbox until a process reaches a place of `sandbox_breakpoint.PLACES`, where
+the victim gets SIGKILL. Then what was killed is started again, and a client that starts over asks for the
+same sandbox and gives the same commands. A client or node is killed on this machine's node, a front or node
+agent behind a front. Most runs use bubblewrap, the last fourth docker where there is an engine.
 
 Counted are orphans (processes, containers, control groups, mounts, sockets and files that are there when the
 owner has released its sandboxes, or but for files when its lease has ended, after one period of the reaper),
@@ -54,7 +54,7 @@ class Run:
 
 
 def plan(runs: int, *, docker: bool) -> list[Run]:
-    """Returns the runs: each place once, victims taking turns, then the other victims; then again with docker."""
+    """Returns the runs: each place once, victims taking turns, then the other victims; docker after that."""
     engine = round(runs * _DOCKER_SHARE) if docker else 0
     light = [*_cycle("bubblewrap", runs - engine)]
     return [*light, *_cycle("docker", engine)]
@@ -98,7 +98,8 @@ class Bench:
     """The two small fleets of all runs."""
 
     def __init__(self, folder: Path, docker: Any):
-        self._worlds = {web: World(folder / ("web" if web else "local"), web, docker) for web in (False, True)}
+        names = {False: "local", True: "web"}
+        self._worlds = {web: World(folder / name, web, docker) for web, name in names.items()}
         self._started: set[bool] = set()
         self._number = 0
 
@@ -195,10 +196,9 @@ async def measure(runs: list[Run], docker: Any, folder: Path) -> bool:
     unknown = sum(o.found.unknown for o in outcomes)
     print(f"under way at a kill {in_flight}, reported as unknown {unknown}")
     print(f"longest until clean {max(o.clean_s for o in outcomes):.1f} s")
-    print(
-        f"kills {sum(o.reached for o in outcomes)} orphans {sum(bool(o.orphans) for o in outcomes) + bool(left)} "
-        f"twice {sum(o.found.twice for o in outcomes)} lost {sum(o.found.lost for o in outcomes)}"
-    )
+    kills, orphans = sum(o.reached for o in outcomes), sum(bool(o.orphans) for o in outcomes) + bool(left)
+    twice, lost = sum(o.found.twice for o in outcomes), sum(o.found.lost for o in outcomes)
+    print(f"kills {kills} orphans {orphans} twice {twice} lost {lost}")
     return not left and all(o.holds for o in outcomes)
 
 
@@ -218,7 +218,8 @@ def _table(outcomes: list[Outcome]) -> None:
         counts = [sum(o.reached for o in mine if o.run.victim == victim) for victim in VICTIMS]
         flights = f"{sum(o.found.unknown for o in mine)}/{sum(o.found.in_flight for o in mine)}"
         print(
-            f"{place:16s}{''.join(f'{count:8d}' for count in counts)}  {sum(bool(o.orphans) for o in mine):7d}"
+            f"{place:16s}{''.join(f'{count:8d}' for count in counts)}"
+            f"  {sum(bool(o.orphans) for o in mine):7d}"
             f"  {sum(o.found.twice for o in mine):5d}  {sum(o.found.lost for o in mine):4d}  {flights:>7s}"
         )
 
