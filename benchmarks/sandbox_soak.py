@@ -41,7 +41,7 @@ async def soak(
     light = await Fleet.connect(state_dir=state, owner="light", backend="bubblewrap")
     heavy = await Fleet.connect(state_dir=state, owner="heavy", backend="docker") if docker else None
     sampler = Sampler(state, light.node_pid, docker)
-    workers = Workers(state, light, heavy, width, docker)
+    workers = Workers(state, light, heavy, width)
     try:
         await workers.warm_up()
         workers.start()

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
 
+from benchmarks.sandbox_kills import engine
 from sandbox.client import Fleet
 from sandbox.connection import Connection
 from sandbox.errors import LostError, SandboxError
@@ -27,8 +27,8 @@ _LEASE_S, _GONE_S = 0.2, 20.0
 class Workers:
     """Workers that live on two fleets, and can be made to wait between two sandboxes."""
 
-    def __init__(self, state_dir: Path, light: Fleet, heavy: Fleet | None, width: int, docker: Any):
-        self._state_dir, self._light, self._heavy, self._docker = state_dir, light, heavy, docker
+    def __init__(self, state_dir: Path, light: Fleet, heavy: Fleet | None, width: int):
+        self._state_dir, self._light, self._heavy = state_dir, light, heavy
         self._width, self._draw = width, random.Random(0)
         self._go, self._idle = asyncio.Event(), asyncio.Condition()
         self._busy, self._strangers = 0, 0
@@ -139,7 +139,7 @@ class Workers:
     async def _killed(self, fleet: Fleet) -> int:
         box = await fleet.create(SPEC)
         done = await _use(box)
-        if self._kill(fleet, box):
+        if await self._kill(fleet, box):
             try:
                 while True:
                     await box.exec("sleep 600")
@@ -148,12 +148,10 @@ class Workers:
         await box.close()
         return 3 + done
 
-    def _kill(self, fleet: Fleet, box: RemoteBox) -> bool:
+    async def _kill(self, fleet: Fleet, box: RemoteBox) -> bool:
         """Kills all that runs in a sandbox; returns whether that can be done here."""
         if fleet is self._heavy:
-            labels = {"label": f"tempering.sandbox={box.id}"}
-            for container in self._docker.api.containers(filters=labels):
-                self._docker.api.kill(container["Id"])
+            await asyncio.to_thread(_kill_container, box.id)
             return True
         groups = [*_CGROUPS.glob(f"tempering/*/{box.id}"), *_CGROUPS.glob(f"pids/tempering/*/{box.id}")]
         for group in groups:
@@ -201,6 +199,13 @@ async def _there(state_dir: Path, owner: str) -> bool:
         return owner in (await connection.request({"op": "owners"}))[0]["owners"]
     finally:
         await connection.close()
+
+
+def _kill_container(box_id: str) -> None:
+    client = engine()
+    for container in client.api.containers(filters={"label": f"tempering.sandbox={box_id}"}):
+        client.api.kill(container["Id"])
+    client.close()
 
 
 _DATA = b"data" * 1000
