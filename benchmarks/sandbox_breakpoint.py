@@ -49,8 +49,8 @@ PLACES: dict[str, tuple[Hook, ...]] = {
         Hook("sandbox.backends.bubblewrap:Bubblewrap._spawn", "before"),
         Hook("sandbox.backends.docker:Docker._create", "after"),
     ),
-    "create.started": (Hook("sandbox.births:Births._enter", "before"),),
-    "create.entered": (Hook("sandbox.births:Births._enter", "after"),),
+    "create.started": (Hook("sandbox.births:Births._journal", "before"),),
+    "create.leased": (Hook("sandbox.leases:LeaseFile.hold", "after"),),
     "create.answered": (
         Hook("sandbox.client:Fleet.create", "after", ("client",)),
         Hook("sandbox.server:Front._create", "after", ("front",)),
@@ -82,7 +82,7 @@ PLACES: dict[str, tuple[Hook, ...]] = {
     "fork.loaded": (Hook("sandbox.background:Background.skip", "before"),),
     "delete.called": (Hook("sandbox.node:Node.close_box", "before"),),
     "delete.ended": (Hook("sandbox.journals:Journals.remove", "before"),),
-    "attach.found": (Hook("sandbox.node:Node.attach", "after"),),
+    "attach.found": (Hook("sandbox.births:Births.attach", "after"),),
     "replay.ran": (Hook("sandbox.journal:Journal.renew", "before"),),
 }
 """Where processes die, by name. Hooks in the node also kill the clients, fronts and agents waiting there."""

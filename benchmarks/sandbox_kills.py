@@ -30,10 +30,11 @@ from benchmarks.sandbox_breakpoint import PLACES, alive
 from benchmarks.sandbox_recover import Found, Recovery
 from benchmarks.sandbox_story import Account
 from benchmarks.sandbox_world import World
+from sandbox.reaper import PERIOD_S
 
 VICTIMS = ("client", "node", "agent", "front")
-REAPER_S = 0.8
-"""The shortest lease of the runs and the period in which the node looks at leases."""
+LEASE_S, LONG_LEASE_S = 5.0, 60.0
+"""Of owners that leave their sandboxes to it, and of those that release them."""
 
 _PATIENCE_S, _RUN_S = 20.0, 150.0
 _DOCKER_SHARE = 0.24
@@ -109,15 +110,15 @@ class Bench:
         world = await self._world(run.web)
         folder = world.folder / "runs" / str(self._number)
         folder.mkdir()
+        release = run.web or self._number % 2 == 0
         account = Account(
             world.url, world.token, str(world.state), f"owner-{self._number}", run.backend, run.place,
-            world.pid(run.victim), str(folder), str(world.arm),
+            world.pid(run.victim), str(folder), str(world.arm), LONG_LEASE_S if release else LEASE_S,
         )  # fmt: skip
         reached = await _live(account, run, world)
         await world.restart(run.victim if reached else "client")
         gone = run.victim == "node" or account.operation == "replay"
         recovery = Recovery(account, world.state, gone=gone, node_died=run.victim == "node")
-        release = run.web or self._number % 2 == 0
         async with asyncio.timeout(_RUN_S):
             found = await recovery.make(release=release)
             started = time.monotonic()
@@ -166,7 +167,7 @@ async def _live(account: Account, run: Run, world: World) -> bool:
 
 async def _clean(world: World, *, files: bool) -> str:
     """Returns what is still there after one period of the reaper (and some patience with a busy machine)."""
-    deadline = time.monotonic() + REAPER_S + _PATIENCE_S
+    deadline = time.monotonic() + LEASE_S + PERIOD_S + _PATIENCE_S
     while True:
         there = await asyncio.to_thread(world.traces)
         there = there if files else there.live()

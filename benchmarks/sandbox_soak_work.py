@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from benchmarks.sandbox_kills import engine
 from sandbox.client import Fleet
@@ -153,21 +154,16 @@ class Workers:
         if fleet is self._heavy:
             await asyncio.to_thread(_kill_container, box.id)
             return True
-        groups = [*_CGROUPS.glob(f"tempering/*/{box.id}"), *_CGROUPS.glob(f"pids/tempering/*/{box.id}")]
-        for group in groups:
-            for pid in (group / "cgroup.procs").read_text().split():
-                with suppress(ProcessLookupError):  # one takes others along
-                    os.kill(int(pid), signal.SIGKILL)
-        return bool(groups)
+        return await asyncio.to_thread(_kill_groups, box.id)
 
     async def _cancelled(self, fleet: Fleet) -> int:
         async with await fleet.create(SPEC) as box:
-            running = [asyncio.create_task(box.exec("sleep 600 & sleep 600")) for _ in range(2)]
-            making = asyncio.create_task(fleet.create(SPEC))
+            calls = [box.exec("sleep 600 & sleep 600"), box.exec("sleep 600"), fleet.create(SPEC)]
+            running: list[asyncio.Task[Any]] = [asyncio.create_task(call) for call in calls]
             await box.exec("true")
-            for task in (*running, making):
+            for task in running:
                 task.cancel()
-            for made in await asyncio.gather(*running, making, return_exceptions=True):
+            for made in await asyncio.gather(*running, return_exceptions=True):
                 if isinstance(made, RemoteBox):
                     await made.close()
             return 6 + await _use(box)
@@ -199,6 +195,15 @@ async def _there(state_dir: Path, owner: str) -> bool:
         return owner in (await connection.request({"op": "owners"}))[0]["owners"]
     finally:
         await connection.close()
+
+
+def _kill_groups(box_id: str) -> bool:
+    groups = [*_CGROUPS.glob(f"tempering/*/{box_id}"), *_CGROUPS.glob(f"pids/tempering/*/{box_id}")]
+    for group in groups:
+        for pid in (group / "cgroup.procs").read_text().split():
+            with suppress(ProcessLookupError):  # one takes others along
+                os.kill(int(pid), signal.SIGKILL)
+    return bool(groups)
 
 
 def _kill_container(box_id: str) -> None:

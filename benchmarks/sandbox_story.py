@@ -48,7 +48,7 @@ class Account:
     """Where the arm, the tree to upload and the records of this run are."""
 
     arm: str
-    lease_s: float = 30.0
+    lease_s: float
 
     @property
     def operation(self) -> str:
