@@ -30,6 +30,7 @@ from sandbox.tokens import (
     read_token,
     token_access,
 )
+from sandbox.warm_spec import read_warm
 from sandbox.web import Caller, WebConnection
 from sandbox.wire import Sink
 
@@ -38,11 +39,12 @@ def run_node(parsed: argparse.Namespace) -> int:
     """Serves a node agent until it is told to stop; the node's sandboxes stay."""
     token = read_token(os.environ, NODE_TOKEN, NODE_TOKEN_FILE)
     labels = dict(_label(word) for word in parsed.label)
+    warm = [read_warm(word) for word in parsed.warm]
     bind, audit = _bind(parsed), Audit(parsed.audit)
     name = parsed.name or socket.gethostname().partition(".")[0].lower()
 
     async def work() -> None:
-        node = NodeServer(name, parsed.state, labels, parsed.starts_per_s)
+        node = NodeServer(name, parsed.state, labels, parsed.starts_per_s, warm=warm)
 
         async def act(who: Principal, header: Header, body: bytes, sink: Sink) -> tuple[Header, bytes]:
             return await node.perform(header, body, sink)

@@ -45,6 +45,7 @@ class Session:
             "snapshots": self._snapshots, "forget": self._forget, "release": self._release,
             "owners": self._owners,
             "load": self._load, "claim": self._claim, "warm": self._warm, "hold_back": self._hold_back,
+            "keep_warm": self._keep_warm,
             "top": self._top, "describe": self._describe,
         }  # fmt: skip
 
@@ -130,8 +131,14 @@ class Session:
 
     async def _warm(self, header: Header, body: bytes) -> _Reply:
         """Keeps sandboxes ready: for the owner, or for the operator when the client speaks for nobody."""
+        shares = shares_from(header.get("shares", ()))
         spec, count = spec_from(header["spec"]), int(header["count"])
-        return (await self._node.warm.want(self._owner, header["backend"], spec, count)).about(), b""
+        pool = await self._node.warm.want(self._owner, header["backend"], spec, count, shares)
+        return pool.about(), b""
+
+    async def _keep_warm(self, header: Header, body: bytes) -> _Reply:
+        self._node.warm.keep(header["pools"])
+        return {}, b""
 
     async def _hold_back(self, header: Header, body: bytes) -> _Reply:
         self._node.warm.hold_back(bool(header["on"]))

@@ -41,6 +41,10 @@ def add_sandbox(
     node.add_argument(
         "--starts-per-s", type=float, default=0.0, help="starts a second (default by backend and cores)"
     )
+    node.add_argument(
+        "--warm", action="append", default=[], metavar="FILE[=COUNT]",
+        help="keep sandboxes of this specification ready: JSON with spec, backend, count; may be repeated",
+    )  # fmt: skip
     node.add_argument("--state", type=Path, default=STATE, help=f"its state folder (default {STATE})")
     _add_server(node, 7331)
     _add_looks(sandbox)
