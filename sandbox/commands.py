@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -30,6 +31,7 @@ from sandbox.tokens import (
     read_token,
     token_access,
 )
+from sandbox.top import Row, watch
 from sandbox.warm_spec import read_warm
 from sandbox.web import Caller, WebConnection
 from sandbox.wire import Sink
@@ -96,6 +98,18 @@ def show_stats(parsed: argparse.Namespace) -> int:
     _table(("NODE", "SANDBOXES", "MEMORY GIB", "CORES", "STARTING", "STATE", "BACKENDS"), list(_rows(stats)))
     if stats.get("refusals"):
         print("refused by nodes: " + ", ".join(f"{why} {count}" for why, count in stats["refusals"].items()))
+    return 0
+
+
+def show_top(parsed: argparse.Namespace) -> int:
+    """Shows the sandboxes and what each uses, until interrupted."""
+
+    async def ask() -> list[Row]:
+        rows: list[Row] = (await _ask(parsed, {"op": "top"})).get("rows", [])
+        return rows
+
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(watch(parsed, ask))
     return 0
 
 
