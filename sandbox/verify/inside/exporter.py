@@ -87,15 +87,19 @@ def export(job: dict[str, Any]) -> dict[str, Any]:
     files: dict[str, list[Any]] = {}
     left: list[list[str]] = []
     same: set[str] = set()
-    base: dict[str, str] = job["base"]
+    base: dict[str, list[Any]] = job["base"]
     size = more = 0
     for full, info in walk(root, budget):
         path = os.path.relpath(full, root)
-        data = read(full, job["size"])
-        if data is not None and hashlib.sha256(data).hexdigest() == base.get(path):
+        known, bytes_known = base.get(path, ["", 0])
+        data = read(full, max(job["size"], bytes_known))
+        if data is not None and hashlib.sha256(data).hexdigest() == known:
             same.add(path)
             continue
-        why = refusal(path, info, job) or ("too large, or not to be read" if data is None else "")
+        why = refusal(path, info, job)
+        if not why and info.st_size > job["size"]:
+            why, size = "too large", size + info.st_size
+        why = why or ("not to be read" if data is None else "")
         if why:
             suspect = any(re.search(regex, path) for regex in job["suspects"])
             more += len(left) >= LISTED and not suspect
