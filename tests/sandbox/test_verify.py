@@ -149,8 +149,8 @@ async def test_processes_are_dead_before_the_diff_is_read(light: Fleet, lightbox
     spin = "while true; do echo x > add.py; done"
     await lightbox.exec(f"(setsid sh -c '{spin}' >/dev/null 2>&1 &)")
     await lightbox.start(spin)
-    waiting = asyncio.create_task(lightbox.exec("sleep 100; echo done"))
-    await asyncio.sleep(0.1)
+    waiting = asyncio.create_task(lightbox.exec("touch /tmp/on; sleep 100; echo done"))
+    (await lightbox.exec("until [ -e /tmp/on ]; do :; done")).check()
     await lightbox.halt()
     assert (await waiting).exit_code is None
     await lightbox.write_file("/workspace/add.py", GOLD)
