@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from sandbox.errors import raise_for
+from sandbox.policy import Network
 
 
 class Verdict(StrEnum):
@@ -54,6 +55,7 @@ class Capabilities:
     disk_snapshot: bool = True
     memory_snapshot: bool = False
     terminal: bool = True
+    network: bool = False
     terminal_signals: bool = True
     oom_told: bool = True
     stateful: bool = True
@@ -69,6 +71,7 @@ class SandboxSpec:
     A sandbox that nobody has used for `ttl_s` seconds is ended, and any `life_s` seconds after its start unless
     that is 0. With `journal` its commands and their results
     are written down, so that a caller who starts over can attach to it.
+    `network` says what it may reach in each phase; nothing, if nothing is said.
     """
 
     image: str = ""
@@ -79,6 +82,7 @@ class SandboxSpec:
     life_s: float = 0.0
     workspace: str = ""
     toolkit: str = ""
+    network: Network = field(default_factory=Network)
 
 
 @dataclass(frozen=True, slots=True)

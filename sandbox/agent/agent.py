@@ -427,6 +427,10 @@ def main() -> None:
     config: Header = small_json.loads(sys.argv[1])
     config["uid"] = config["uid"] if os.geteuid() == 0 else None
     confine(config)
+    if config.get("door"):
+        from .network import hand_over
+
+        hand_over(config["door"])
     channel_in, channel_out = os.dup(0), os.dup(1)
     null = os.open("/dev/null", os.O_RDWR)
     for fd in (0, 1, 2):

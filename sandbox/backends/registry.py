@@ -21,7 +21,9 @@ _GET_ONE = (
 
 def backends(state_dir: Path | None = None) -> dict[str, Backend]:
     """Returns the backends for the node of a state folder."""
-    return {backend.name: backend for backend in (Docker(state_dir), Bubblewrap(state_dir), Gvisor(state_dir))}
+    return {
+        backend.name: backend for backend in (Docker(state_dir), Bubblewrap(state_dir), Gvisor(state_dir))
+    }
 
 
 async def choose(name: str, among: dict[str, Backend]) -> Backend:
