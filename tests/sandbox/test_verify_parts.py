@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from sandbox.errors import InfrastructureError
+from sandbox.policy import Network
+from sandbox.types import SandboxSpec
 from sandbox.verify import Case, FunctionTests, Plan, SuiteTests, seal
 from sandbox.verify.decoys import make
 from sandbox.verify.diff import Diff, _read, merge
@@ -42,6 +44,7 @@ PLAN = Plan(tests=SUITE, allow=("**",), trusted={"t.py": b""})
         ({"python": "/tmp/python3"}, "replace the interpreter"),
         ({"python_path": ("/workspace/lib",)}, "library folder"),
         ({"base": {"../x": b""}}, "not a path"),
+        ({"spec": SandboxSpec(network=Network({"a": ()}, "a"))}, "no network"),
     ],
 )
 def test_a_plan_that_cannot_hold_is_refused(fields: dict[str, Any], problem: str) -> None:
