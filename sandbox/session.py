@@ -47,6 +47,7 @@ class Session:
             "snapshots": self._snapshots, "forget": self._forget, "release": self._release,
             "owners": self._owners,
             "load": self._load, "claim": self._claim, "warm": self._warm, "hold_back": self._hold_back,
+            "keep_warm": self._keep_warm,
             "top": self._top, "describe": self._describe, "denials": self._denials,
         }  # fmt: skip
 
@@ -118,23 +119,35 @@ class Session:
         spec = spec_from(header["spec"])
         key, snapshot = str(header.get("key", "")), str(header.get("snapshot", ""))
         shares = shares_from(header.get("shares", ()))
-        box = await self._node.births.create(self._who(), header["backend"], spec, key, snapshot, shares)
+        box = await self._node.births.create(
+            self._who(), await self._backend(header, spec), spec, key, snapshot, shares
+        )
         return self._about(box), b""
 
     async def _claim(self, header: Header, body: bytes) -> _Reply:
         fallback = header.get("fallback", "create")
         if fallback not in FALLBACKS:
             raise PolicyError(f"a claim falls back to {' or '.join(FALLBACKS)}, not {fallback!r}")
+        spec = spec_from(header["spec"])
         boxes = await self._node.births.claim(
-            self._who(), header["backend"], spec_from(header["spec"]), header["count"],
+            self._who(), await self._backend(header, spec), spec, header["count"],
             str(header.get("key", "")), shares_from(header.get("shares", ())), fresh=fallback == "create",
         )  # fmt: skip
         return {"boxes": [box.id for box in boxes], "about": [self._about(box) for box in boxes]}, b""
 
     async def _warm(self, header: Header, body: bytes) -> _Reply:
         """Keeps sandboxes ready: for the owner, or for the operator when the client speaks for nobody."""
+        shares = shares_from(header.get("shares", ()))
         spec, count = spec_from(header["spec"]), int(header["count"])
-        return (await self._node.warm.want(self._owner, header["backend"], spec, count)).about(), b""
+        backend = await self._backend(header, spec)
+        return (await self._node.warm.want(self._owner, backend, spec, count, shares)).about(), b""
+
+    async def _backend(self, header: Header, spec: SandboxSpec) -> str:
+        return (await self._node.pick(spec.backend)).name if spec.backend else str(header["backend"])
+
+    async def _keep_warm(self, header: Header, body: bytes) -> _Reply:
+        self._node.warm.keep(header["pools"])
+        return {}, b""
 
     async def _hold_back(self, header: Header, body: bytes) -> _Reply:
         self._node.warm.hold_back(bool(header["on"]))

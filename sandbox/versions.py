@@ -24,7 +24,7 @@ UNSAID = 2
 _SPEC_2 = frozenset({"image", "limits", "labels", "ttl_s", "journal"})
 _NEW_IN_3 = frozenset({"describe", "claim", "denials", "warm", "hold_back", "top"})
 _COMMANDS_OF_3 = frozenset({"move", "processes", "phase", "halt"})
-_FIELDS_OF_3 = frozenset({"at", "flow", "life_s", "eof"})
+_FIELDS_OF_3 = frozenset({"files", "at", "flow", "life_s", "eof"})
 
 
 def served(said: object) -> int:

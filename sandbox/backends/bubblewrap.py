@@ -82,7 +82,7 @@ class Bubblewrap:
             )
         if self._agent is AGENT and self._state_dir is not None:
             self._agent = await asyncio.to_thread(build, self._state_dir / "toolkit", _interpreter()[0])
-        cgroup = Cgroup.create(box_id, spec.limits)
+        cgroup = Cgroup.create(box_id, spec.limits, latency=spec.latency)
         try:
             process = await self._spawn(cgroup, spec.limits, self._door(box_id, spec))
         except OSError as error:
