@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MAX_LIFE_S = 30 * 86400.0
 MAX_LEASE_S = 7 * 86400.0
+MAX_FORKS = 1024
 _MAX_COMMAND_S = 7 * 86400.0
 _MAX_OUTPUT = 1 << 32
 _MAX_AMOUNT = 1 << 62
@@ -64,6 +65,17 @@ def check_time(value: object, name: str, least: float, most: float) -> float:
     """
     if not is_number(value) or not least <= value <= most:
         raise PolicyError(f"{name} is a number of seconds up to {most:g}, not {str(value)[:40]}")
+    return value
+
+
+def check_count(value: object, name: str, most: int) -> int:
+    """Returns a number of things.
+
+    Raises:
+        PolicyError: It is none, or too large.
+    """
+    if not is_count(value) or not 0 < value <= most:
+        raise PolicyError(f"{name} is a whole number from 1 to {most}, not {str(value)[:40]}")
     return value
 
 
