@@ -203,7 +203,7 @@ class Births:
                 self._node.later(self._undo(starting))
                 raise
             capabilities = self._node.backends[backend].capabilities()
-            box = Box(box_id, owner, spec, backend, started, capabilities)
+            box = Box(box_id, owner, started.spec or spec, backend, started, capabilities)
             try:
                 async with asyncio.timeout(_START_TIMEOUT_S):
                     await box.ping(_START_TIMEOUT_S)

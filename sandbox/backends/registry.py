@@ -8,6 +8,7 @@ from sandbox.backends.base import Backend
 from sandbox.backends.bubblewrap import Bubblewrap
 from sandbox.backends.docker import Docker
 from sandbox.errors import BackendMissingError
+from sandbox.layers.compose import Composer
 
 _GET_ONE = (
     "install bubblewrap (as root: apt-get install bubblewrap) or start a Docker engine "
@@ -17,7 +18,8 @@ _GET_ONE = (
 
 def backends(state_dir: Path | None = None) -> dict[str, Backend]:
     """Returns the backends for the node of a state folder, in the order in which `auto` prefers them."""
-    return {backend.name: backend for backend in (Docker(state_dir), Bubblewrap(state_dir))}
+    composer = Composer(state_dir) if state_dir else None
+    return {backend.name: backend for backend in (Docker(state_dir), Bubblewrap(state_dir, composer))}
 
 
 async def choose(name: str, among: dict[str, Backend]) -> Backend:

@@ -1,7 +1,7 @@
 """Roots composed of layers, for the sandboxes of one node: toolkit over workspace over base.
 
-A layer is verified and mounted once for all sandboxes of the node, and kept so while one of them uses it. What
-a node that was killed left mounted is taken away by the next one (`reclaim`).
+A layer is verified and mounted once for all sandboxes of the node, and kept so while one uses it. What a
+node that was killed left mounted is taken away by the next one (`reclaim`).
 """
 
 from __future__ import annotations
