@@ -47,7 +47,7 @@ class Snapshot:
 
 
 class Snapshots:
-    """The snapshots of a node: `<id>.json`, written last, `<id>.tree`, and of a root of layers `<id>.gone`."""
+    """The snapshots of a node: `<id>.json`, written last, `<id>.tree`, of a root of layers `<id>.gone`."""
 
     def __init__(self, state_dir: Path):
         self._folder = state_dir / FOLDER

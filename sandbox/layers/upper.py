@@ -22,7 +22,7 @@ _MAX_DEPTH = 120
 
 
 class Upper:
-    """One pass over an upper folder. `gone` fills while `pack` runs: what is to be removed before unpacking."""
+    """One pass over an upper folder. While `pack` runs `gone` fills: what to remove before unpacking."""
 
     def __init__(self, writable: Writable, limits: TreeLimits):
         self._writable, self._limits = writable, limits
