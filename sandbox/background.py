@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 from sandbox.channel import Header
 from sandbox.errors import InfrastructureError, PolicyError, ProtocolError, RefusedError
@@ -18,16 +18,19 @@ _POLLED: dict[str, tuple[type, ...]] = {
     "offset": (int,), "running": (bool,), "exit_code": (int, type(None)), "signal": (int, type(None)),
     "failure": (int,),
 }  # fmt: skip
+_MAX_TURNS = 4096
+_SHOWN = ("argv", "env", "cwd", "user", "pty")
 
 
 class Background:
     """The background processes of a sandbox, counted from 1: a replayed start has its number again."""
 
-    OPERATIONS = frozenset({"start", "poll", "signal", "input", "resize"})
+    OPERATIONS = frozenset({"start", "poll", "signal", "input", "resize", "processes"})
 
     def __init__(self, resident: Resident, most: int):
         self._resident, self._most = resident, most
         self._agents: list[int] = []
+        self._commands: dict[int, Header] = {}
 
     def skip(self, count: int) -> None:
         """Leaves out the numbers of processes that ran in an earlier generation and are gone."""
@@ -46,7 +49,14 @@ class Background:
             number = len(self._agents)
             reply, _ = await self._ask({**command, "most": self._most}, body, _ASK_S)
             self._agents[number - 1] = reply["id"]
+            if len(self._commands) >= 2 * self._most:
+                await self._look()
+            self._commands[number] = {name: command[name] for name in _SHOWN if command.get(name)}
             return Outcome(_DONE, json.dumps({"process": number}).encode())
+        if command["op"] == "processes":
+            await self._look()
+            found = [{**about, "process": number} for number, about in self._commands.items()]
+            return Outcome(_DONE, json.dumps(found).encode())
         number = command["process"]
         if not 0 < number <= len(self._agents) or not self._agents[number - 1]:
             raise PolicyError(f"there is no process {number} in the sandbox (any more)")
@@ -59,6 +69,18 @@ class Background:
             return Outcome(_DONE)
         said = await self._polled(reply, data, command["limit"])
         return Outcome(ExecResult(0, data, b""), json.dumps(said).encode())
+
+    async def _look(self) -> None:
+        """Forgets the commands of processes that have ended."""
+        ask: Header = {"op": "poll", "limit": 1, "offset": 0, "wait_s": 0}
+        for number in list(self._commands):
+            try:
+                reply, data = await self._ask({**ask, "process": self._agents[number - 1]}, b"", _ASK_S)
+            except PolicyError:  # the agent has forgotten it
+                del self._commands[number]
+            else:
+                if not (await self._polled(reply, data, 1))["running"]:
+                    del self._commands[number]
 
     async def _ask(self, command: Header, body: bytes, timeout_s: float) -> tuple[Header, bytes]:
         reply, data = await self._resident.request(command, body, timeout_s=timeout_s)
@@ -79,7 +101,21 @@ class Background:
             name for name, kinds in _POLLED.items()
             if not isinstance(said[name], kinds) or (isinstance(said[name], bool) and bool not in kinds)
         ]  # fmt: skip
-        if wrong or len(data) > limit:
+        turns = reply.get("turns")
+        if turns is not None:
+            said["turns"] = turns
+        if wrong or len(data) > limit or not _are_turns(turns):
             await self._resident.close()
             raise ProtocolError(f"an answer about a process out of shape ({', '.join(wrong) or 'too long'})")
         return said
+
+
+def _are_turns(turns: Any) -> bool:
+    """Whether this says, or leaves out, where in an output which stream begins: pairs of numbers."""
+    if not isinstance(turns, list):
+        return turns is None
+    pairs = cast("list[Any]", turns)
+    return len(pairs) <= _MAX_TURNS and all(
+        isinstance(pair, list) and [type(part) for part in cast("list[Any]", pair)] == [int, int]
+        for pair in pairs
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -30,7 +31,9 @@ _PROCESSES_A_COMMAND = 8
 _MAX_QUEUE, _MAX_PROCESSES = 1024, 32
 _ASK_S = 10.0
 _NEXT = Claim()
-OPERATIONS = frozenset({"exec", "python", "read", "write", "list", "stat", "pack", "unpack", "remove"})
+OPERATIONS = frozenset(
+    {"exec", "python", "read", "write", "list", "stat", "pack", "unpack", "remove", "move"}
+)
 """What a caller can have the agent do, besides what `Background` does."""
 
 _UNRECORDED = frozenset({"pack"})
@@ -56,6 +59,9 @@ class Box:
     resident: Resident = field(init=False)
     background: Background = field(init=False)
     used: float = field(default_factory=time.monotonic)
+    born_s: float = field(default_factory=time.time)
+    end: float = field(init=False)
+    held_at: float = 0.0
     running: int = 0
     places: asyncio.Semaphore = field(init=False)
     pausing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -63,6 +69,7 @@ class Box:
 
     def __post_init__(self) -> None:
         self.ttl_s = self.spec.ttl_s
+        self.live(self.spec.life_s)
         self.calm.set()
         # What does not fit beside the commands that run waits here, in order, not as a failed fork.
         self.places = asyncio.Semaphore(max(self.spec.limits.pids // _PROCESSES_A_COMMAND, 1))
@@ -75,13 +82,24 @@ class Box:
         await self.started.kill()
 
     def expired(self) -> bool:
-        """Whether it is of no use any more: dead, or idle for longer than its time to live."""
+        """Whether it is of no use any more: dead, idle for longer than its time to live, or past its end."""
+        if not self.held_at and time.monotonic() > self.end:
+            return True
         idle = not self.running and time.monotonic() - self.used > self.ttl_s
         return idle or self.resident.fault is not None
 
     def extend(self, ttl_s: float) -> None:
         """Sets how long it may be idle from now on."""
         self.ttl_s, self.used = ttl_s, time.monotonic()
+
+    def live(self, life_s: float, *, at_least: bool = False) -> None:
+        """Sets how many seconds from now it ends, used or not; 0 sets no end. A pause does not count."""
+        end = (self.held_at or time.monotonic()) + life_s if life_s else math.inf
+        self.end = max(self.end, end) if at_least else end
+
+    def left_s(self) -> float | None:
+        """Returns the seconds until its end, if it has one."""
+        return None if math.isinf(self.end) else self.end - (self.held_at or time.monotonic())
 
     async def ping(self, timeout_s: float) -> None:
         """Returns when the agent answers."""
@@ -189,6 +207,7 @@ class Box:
                 await self.resident.request({"op": "hold"}, timeout_s=_ASK_S)
                 self.resident.clocks.hold()
                 await self.started.pause(True)
+                self.held_at = time.monotonic()
             self.used = time.monotonic()
 
     async def resume(self) -> None:
@@ -197,6 +216,7 @@ class Box:
             if self.resident.clocks.held and self.started.pause is not None:
                 await self.started.pause(False)
                 self.resident.clocks.go_on()
+                self.end, self.held_at = self.end + time.monotonic() - self.held_at, 0.0
                 await self.resident.request({"op": "go_on"}, timeout_s=_ASK_S)
             self.used = time.monotonic()
 

@@ -16,10 +16,10 @@ from sandbox.channel import Header
 from sandbox.client import Fleet, Reclaimed, release_ownerless
 from sandbox.connection import Connection, Link
 from sandbox.errors import PolicyError
+from sandbox.listening import Listener, serve
 from sandbox.node import SOCKET
 from sandbox.node_server import OPERATIONS, NodeServer
-from sandbox.server import Front
-from sandbox.serving import Bind, Shell, serve
+from sandbox.serving import Bind, Shell
 from sandbox.tokens import (
     NODE_TOKEN,
     NODE_TOKEN_FILE,
@@ -27,39 +27,11 @@ from sandbox.tokens import (
     TOKEN_FILE,
     Principal,
     fresh_token,
-    read_access,
     read_token,
     token_access,
 )
 from sandbox.web import Caller, WebConnection
 from sandbox.wire import Sink
-
-
-def run_front(parsed: argparse.Namespace) -> int:
-    """Serves a front until it is told to stop."""
-    access = read_access(parsed.access, os.environ)
-    node_token = read_token(os.environ, NODE_TOKEN, NODE_TOKEN_FILE)
-    bind, audit = _bind(parsed), Audit(parsed.audit)
-
-    async def work() -> None:
-        front = Front(parsed.nodes, access, node_token, choices=parsed.choices)
-        shell = Shell("front", access, front.act, audit, front.operations)
-        shell.metrics.gauge(
-            "temper_sandbox_nodes", "What the last heartbeats said.", front.node_samples, "node", "what"
-        )
-        shell.metrics.gauge(
-            "temper_sandbox_refusals",
-            "Creates that a node refused, by reason, since the start.",
-            lambda: [((reason,), float(count)) for reason, count in front.refusals.items()],
-            "reason",
-        )
-        try:
-            await front.start()
-            await serve(shell, bind, front.tend(), ready=_say("front"))
-        finally:
-            await front.close()
-
-    return _run(work())
 
 
 def run_node(parsed: argparse.Namespace) -> int:
@@ -79,7 +51,7 @@ def run_node(parsed: argparse.Namespace) -> int:
         shell.metrics.gauge("temper_sandbox_node", "What the node holds.", node.samples, "what")
         try:
             await node.start()
-            await serve(shell, bind, node.tend(), ready=_say(f"node {name}"))
+            await serve([Listener(f"node {name}", shell.application(), bind)], node.tend(), ready=_say)
         finally:
             await node.close()
 
@@ -188,11 +160,8 @@ def _label(word: str) -> tuple[str, str]:
     return name, value
 
 
-def _say(what: str) -> Any:
-    def ready(address: str) -> None:
-        print(f"{what} serves at {address}", flush=True)
-
-    return ready
+def _say(what: str, address: str) -> None:
+    print(f"{what} serves at {address}", flush=True)
 
 
 def _run(work: Any) -> int:

@@ -18,6 +18,7 @@ from typing import Protocol
 from sandbox.channel import Header, encode, read_frame
 from sandbox.errors import InfrastructureError, LostError, SandboxError, from_wire
 from sandbox.node import READY, SOCKET
+from sandbox.versions import API, UNSAID, request_for, served
 
 _PING_S, _SILENT_S = 10.0, 60.0
 
@@ -45,6 +46,7 @@ class Connection:
         self._waiting: dict[int, asyncio.Future[tuple[Header, bytes]]] = {}
         self._sinks: dict[int, Callable[[int, bytes], None]] = {}
         self._fault: SandboxError | None = None
+        self._version = API
         self._heard = time.monotonic()
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
 
@@ -73,7 +75,10 @@ class Connection:
         if self._fault is not None:
             raise self._fault
         number = next(self._ids)
-        frame = encode({**header, "id": number}, body)
+        asked = request_for(self._version, header)
+        if header["op"] == "hello":
+            asked = {**asked, "version": API}
+        frame = encode({**asked, "id": number}, body)
         reply: asyncio.Future[tuple[Header, bytes]] = asyncio.get_running_loop().create_future()
         self._waiting[number] = reply
         if sink is not None:
@@ -92,6 +97,8 @@ class Connection:
             self._sinks.pop(number, None)
         if "error" in answer:
             raise from_wire(answer["error"])
+        if header["op"] == "hello":
+            self._version = served(answer.get("version", UNSAID))
         return answer, data
 
     @property

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sandbox.about import rename
 from sandbox.backends.registry import backends
 from sandbox.channel import Header
 from sandbox.connection import Connection, reach
@@ -37,7 +38,7 @@ _DRAINING = "draining"
 OPERATIONS = frozenset(
     {
         "load", "present", "drain", "owners", "release", "find", "create", "attach", "run", "close", "boxes",
-        "pause", "resume", "extend", "snapshot", "snapshots", "fork", "forget",
+        "pause", "resume", "extend", "snapshot", "snapshots", "fork", "forget", "describe",
     }
 )  # fmt: skip
 """What a front may ask for."""
@@ -160,6 +161,8 @@ class NodeServer:
                     inner[name] = self._local(inner[name])
             async with self._admitted(header, owner):
                 reply, data = await owner.connection.request(inner, body, sink)
+            if header["op"] == "describe":
+                data = rename(data, lambda name: f"{self.name}.{name}")
             return self._global(reply), data
         finally:
             owner.calls, owner.seen = owner.calls - 1, time.monotonic()

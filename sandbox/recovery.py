@@ -23,7 +23,7 @@ from sandbox.outcome import Outcome
 from sandbox.types import ExecResult
 
 Decision = Literal["fail", "rerun", "accept"]
-READS = frozenset({"read", "list", "stat", "poll"})
+READS = frozenset({"read", "list", "stat", "poll", "processes"})
 """Operations that change nothing in a sandbox."""
 
 _DID_NOT_RUN = (RefusedError, PolicyError, InfrastructureError)

@@ -143,6 +143,20 @@ class RemoteBox:
         """Removes a file or a whole folder."""
         await self._file({"op": "remove", "path": path}, b"", 1024)
 
+    async def move(self, path: str, to: str) -> None:
+        """Gives a file or folder another path, making the folders that it is in; a file there is replaced."""
+        await self._file({"op": "move", "path": path, "to": to}, b"", 1024)
+
+    async def read_at(self, path: str, at: int, size: int) -> bytes:
+        """Reads up to `size` bytes of a file from `at` on; none are left when it is fewer."""
+        _check("size", size, MAX_OUTPUT)
+        header: Header = {"op": "read", "path": path, "max_bytes": size, "at": at}
+        return (await self._file(header, b"", max(size, 1024))).stdout
+
+    async def write_at(self, path: str, at: int, data: bytes, *, mode: int = 0o644) -> None:
+        """Writes a piece of a file; one at 0 makes the file anew."""
+        await self._file({"op": "write", "path": path, "mode": mode, "at": at}, data, 1024)
+
     async def upload(self, source: Path, to: str, *, limits: TreeLimits = _TREE) -> None:
         """Copies a local file or folder to the path `to`; links must stay inside it.
 

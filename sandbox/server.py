@@ -9,6 +9,7 @@ order that follows from the key, so that every front finds what another one made
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import random
@@ -83,6 +84,7 @@ class Front:
         self._operations: dict[str, Callable[..., Awaitable[_Reply]]] = {
             **dict.fromkeys(box, self._forward), "fork": self._fork, "forget": self._forward,
             "create": self._create, "hello": self._hello, "boxes": self._gather, "snapshots": self._gather,
+            "describe": self._describe,
             "release": self._release, "present": self._present, "owners": self._owners, "ping": self._ping,
             "stats": self._stats, "drain": self._drain,
         }  # fmt: skip
@@ -337,6 +339,13 @@ class Front:
         capabilities = {name: name in sure for name in fields}
         return {"backend": backend, "pid": os.getpid(), "capabilities": capabilities}, b""
 
+    async def _describe(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
+        if header.get("box"):
+            return await self._forward(who, header, body, sink)
+        replies = await self._heard(self._nodes, _signed(who, header))
+        described = [entry for _, (_, data) in sorted(replies.items()) for entry in json.loads(data)]
+        return {}, json.dumps(described).encode()
+
     async def _gather(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
         what = header["op"]
         replies = await self._everywhere(self._nodes, _signed(who, header))
@@ -394,19 +403,22 @@ class Front:
         return reply
 
     async def _everywhere(self, names: Iterable[str], header: Header) -> dict[str, Header]:
+        return {name: reply for name, (reply, _) in (await self._heard(names, header)).items()}
+
+    async def _heard(self, names: Iterable[str], header: Header) -> dict[str, _Reply]:
         """Asks nodes at once; one that does not answer is left out: what it has ends with its leases."""
         nodes = [node for name in names if (node := self._nodes.get(name)) is not None]
         replies = await asyncio.gather(
             *(node.caller.request(header) for node in nodes), return_exceptions=True
         )
-        heard: dict[str, Header] = {}
+        heard: dict[str, _Reply] = {}
         for node, reply in zip(nodes, replies, strict=True):
             if isinstance(reply, LostError):
                 _LOG.warning("node %s did not answer %s: %s", node.name, header["op"], reply)
             elif isinstance(reply, BaseException):
                 raise reply
             else:
-                heard[node.name] = reply[0]
+                heard[node.name] = reply
         return heard
 
 

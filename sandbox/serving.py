@@ -1,4 +1,4 @@
-"""What front and node agent have in common as HTTP servers: tokens, versions, metrics, audit, binding."""
+"""What front and node agent have in common as HTTP servers: tokens, versions, metrics, audit, and where they listen."""
 
 from __future__ import annotations
 
@@ -6,28 +6,29 @@ import asyncio
 import ipaddress
 import json
 import logging
-import signal
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from aiohttp import web
 
 from sandbox.audit import Audit, asked, outcome
 from sandbox.channel import Header
-from sandbox.errors import PolicyError, SandboxError
+from sandbox.errors import PolicyError, ProtocolError, SandboxError
 from sandbox.metrics import Metrics
 from sandbox.tokens import Access, Principal
-from sandbox.wire import API, MAX_REQUEST, VERSION, Sink, answer, read_call, refusal, version_of
+from sandbox.versions import API
+from sandbox.wire import MAX_REQUEST, VERSION, Sink, answer, read_call, refusal, version_of
 
 Act = Callable[[Principal, Header, bytes, Sink], Awaitable[tuple[Header, bytes]]]
 _PRINCIPAL = "principal"
 _QUIET = frozenset({"load", "present", "ping"})
 """Calls that programs make every few seconds; the audit log has them when they fail."""
 
+_BODY_S = 120.0
 _LOG = logging.getLogger("sandbox.serving")
 
 
@@ -97,9 +98,11 @@ class Shell:
         if principal is None:
             self._denied.add()
             self._audit.write(event="denied", peer=request.remote, path=request.path)
-            return refusal(
+            denied = refusal(
                 PolicyError("this needs a token that is known here: Authorization: Bearer ..."), 401
             )
+            denied.force_close()
+            return denied
         request[_PRINCIPAL] = principal
         try:
             return await handler(request)
@@ -111,10 +114,16 @@ class Shell:
             version_of(request.headers)
         except PolicyError as error:
             return refusal(error, 400)
-        header, body = await read_call(request)
-        return await answer(request, header, body, self._watched(_who(request)))
+        try:
+            async with asyncio.timeout(_BODY_S):
+                header, body = await read_call(request)
+        except TimeoutError as error:
+            raise ProtocolError(f"the call did not arrive within {_BODY_S:.0f} s") from error
+        return await answer(request, header, body, self.watched(_who(request)))
 
-    def _watched(self, principal: Principal) -> Callable[..., Awaitable[tuple[Header, bytes]]]:
+    def watched(self, principal: Principal) -> Callable[..., Awaitable[tuple[Header, bytes]]]:
+        """Returns what performs the calls of a principal, counted and written into the audit log."""
+
         async def perform(header: Header, body: bytes, sink: Sink) -> tuple[Header, bytes]:
             started, failure, reply, data = time.monotonic(), None, Header(), b""
             try:
@@ -176,41 +185,3 @@ class Shell:
 
 def _who(request: web.Request) -> Principal:
     return cast("Principal", request[_PRINCIPAL])
-
-
-async def serve(
-    shell: Shell, bind: Bind, *tasks: Coroutine[Any, Any, None], ready: Callable[[str], None]
-) -> None:
-    """Serves until SIGTERM or SIGINT, with `tasks` beside it; `ready` hears the address.
-
-    Raises:
-        PolicyError: The address is not allowed, or taken.
-    """
-    bind.check()
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    runner = web.AppRunner(
-        shell.application(), handler_cancellation=True, access_log=None, shutdown_timeout=5.0
-    )
-    await runner.setup()
-    beside = [asyncio.create_task(task) for task in tasks]
-    try:
-        site = web.TCPSite(runner, bind.host, bind.port, ssl_context=bind.tls())
-        try:
-            await site.start()
-        except OSError as error:
-            raise PolicyError(f"{bind.host}:{bind.port} cannot be listened on: {error.strerror}") from error
-        host, port = runner.addresses[0][:2]
-        shown = f"[{host}]" if ":" in host else host
-        ready(f"{'https' if bind.certificate else 'http'}://{shown}:{port}")
-        ended = asyncio.create_task(stop.wait())
-        done, _ = await asyncio.wait([ended, *beside], return_when=asyncio.FIRST_COMPLETED)
-        for task in done - {ended}:
-            task.result()
-            raise AssertionError("what runs beside a server does not end")
-    finally:
-        for task in beside:
-            task.cancel()
-        await asyncio.gather(*beside, return_exceptions=True)
-        await runner.cleanup()

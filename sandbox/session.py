@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from sandbox.about import describe
 from sandbox.channel import ByteReader, Header, encode, read_frame
 from sandbox.errors import InfrastructureError, ProtocolError, SandboxError, to_wire
 from sandbox.recovery import Claim
 from sandbox.types import Limits, SandboxSpec
+from sandbox.versions import API, UNSAID, served
 
 if TYPE_CHECKING:
     from sandbox.box import Box
@@ -38,7 +40,7 @@ class Session:
             "resume": self._resume, "extend": self._extend, "snapshot": self._snapshot, "fork": self._fork,
             "snapshots": self._snapshots, "forget": self._forget, "release": self._release,
             "owners": self._owners,
-            "load": self._load,
+            "load": self._load, "describe": self._describe,
         }  # fmt: skip
 
     async def serve(self) -> None:
@@ -97,10 +99,12 @@ class Session:
         backend = await self._node.pick(header["backend"])
         if self._owner:
             raise ProtocolError("a client has one owner")
+        served(header.get("version", UNSAID))
         self._owner = str(header["owner"])
         self._lease = self._node.join(self._owner, float(header["lease_s"]))
         capabilities = asdict(backend.capabilities())
-        return {"backend": backend.name, "pid": os.getpid(), "capabilities": capabilities}, b""
+        welcome: Header = {"backend": backend.name, "pid": os.getpid(), "version": API}
+        return {**welcome, "capabilities": capabilities}, b""
 
     async def _create(self, header: Header, body: bytes) -> _Reply:
         spec = spec_from(header["spec"])
@@ -138,8 +142,16 @@ class Session:
         return {}, b""
 
     async def _extend(self, header: Header, body: bytes) -> _Reply:
-        self._node.box(header["box"], self._owner).extend(float(header["ttl_s"]))
+        box = self._node.box(header["box"], self._owner)
+        if "ttl_s" in header:
+            box.extend(float(header["ttl_s"]))
+        if "life_s" in header:
+            box.live(float(header["life_s"]), at_least=bool(header.get("at_least")))
         return {}, b""
+
+    async def _describe(self, header: Header, body: bytes) -> _Reply:
+        names = [header["box"]] if header.get("box") else self._node.boxes(self._who())
+        return {}, describe([self._node.box(name, self._owner) for name in names])
 
     async def _snapshot(self, header: Header, body: bytes) -> _Reply:
         taken = await self._node.snapshots.take(self._node.box(header["box"], self._owner))

@@ -6,6 +6,7 @@ where every user of the machine could read them.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -143,6 +144,27 @@ def read_token(environment: Mapping[str, str], name: str, file_name: str) -> str
         raise PolicyError(
             f"a token of {len(token)} characters can be guessed: `temper sandbox token` makes a good one"
         )
+    return token
+
+
+def own_token(path: Path) -> str:
+    """Returns the token in a file, which is made, for its user alone, when it is not there.
+
+    Raises:
+        PolicyError: Others can read it, or it cannot be made.
+    """
+    with contextlib.suppress(FileExistsError):
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            raise
+        except OSError as error:
+            raise PolicyError(f"{path} cannot be made: {error.strerror}") from error
+        with open(fd, "w", encoding="utf-8") as file:
+            file.write(fresh_token()[0])
+    token = _private(path).strip()
+    if len(token) < _SHORTEST:
+        raise PolicyError(f"{path} holds no token (any more): delete it, and the next start makes a new one")
     return token
 
 

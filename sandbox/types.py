@@ -36,7 +36,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend holds on this machine. Asking for what it lacks is an error, never a downgrade."""
+    """What a backend holds on this machine. Asking for what it lacks is an error, never a downgrade.
+
+    `terminal_signals`: keys such as Ctrl-C signal the processes of a terminal. `oom_told`: a process beyond the
+    memory limit is ended alone, and the result of its command says so; without it an allocation fails or the
+    whole sandbox ends. `stateful`: what a command leaves is there for the next; without it each command starts
+    in an empty place of its own, and only commands are on offer.
+    """
 
     images: bool
     memory_limit: bool
@@ -48,6 +54,9 @@ class Capabilities:
     disk_snapshot: bool = True
     memory_snapshot: bool = False
     terminal: bool = True
+    terminal_signals: bool = True
+    oom_told: bool = True
+    stateful: bool = True
     layers: bool = False
     disk_file: bool = False
 
@@ -59,7 +68,8 @@ class SandboxSpec:
     `image` names a base layer (`name:tag` or digest) or an image of the backend; empty is the
     built-in Python. `workspace` and `toolkit` are layers over it (`temper sandbox layer`).
 
-    A sandbox that nobody has used for `ttl_s` seconds is ended. With `journal` its commands and their results
+    A sandbox that nobody has used for `ttl_s` seconds is ended, and any `life_s` seconds after its start unless
+    that is 0. With `journal` its commands and their results
     are written down, so that a caller who starts over can attach to it.
     """
 
@@ -68,6 +78,7 @@ class SandboxSpec:
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     ttl_s: float = 3600.0
     journal: bool = True
+    life_s: float = 0.0
     workspace: str = ""
     toolkit: str = ""
 

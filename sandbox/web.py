@@ -14,7 +14,8 @@ import aiohttp
 
 from sandbox.channel import Header, encode, read_frame
 from sandbox.errors import InfrastructureError, LostError, PolicyError, SandboxError, from_wire
-from sandbox.wire import API, BEAT_S, TYPE, VERSION, Sink, reply_from
+from sandbox.versions import API, request_for
+from sandbox.wire import BEAT_S, TYPE, VERSION, Sink
 
 PRESENT_S = 10.0
 """How often a client says that it is there."""
@@ -51,8 +52,8 @@ class Caller:
         Raises:
             SandboxError: The server says so, or is not to be reached.
         """
-        data = encode(header, body)
         while True:
+            data = encode(request_for(self._version, header), body)
             headers = {**self._headers, VERSION: str(self._version)}
             try:
                 call = self._session.post(
@@ -82,7 +83,7 @@ class Caller:
             if "error" in header:
                 raise from_wire(header["error"])
             if "event" not in header:
-                return reply_from(self._version, header, body), body
+                return header, body
             if header["event"] >= 0 and sink is not None:
                 sink(header["event"], body)
 

@@ -5,7 +5,8 @@ ahead, signs of life while nothing else does, and last the reply, or `{"error": 
 soon has the HTTP status of its error; a later one has 200, as its frames have begun. A caller that goes away
 cancels its request.
 
-Every request names the version of this interface (`Temper-Api`). Version N serves and reads N - 1 as well.
+Every request names the version of this interface (`Temper-Api`). `versions.py` has what
+another version means.
 """
 
 from __future__ import annotations
@@ -27,9 +28,7 @@ from sandbox.errors import (
     SandboxError,
     to_wire,
 )
-
-API = 2
-"""1: the commands exec, python, read and write. 2: streams, processes, signals, full disks, snapshots."""
+from sandbox.versions import API, served
 
 VERSION, TYPE = "Temper-Api", "application/x-temper-frames"
 BEAT_S = 10.0
@@ -54,20 +53,7 @@ def version_of(headers: Mapping[str, str]) -> int:
     Raises:
         PolicyError: It is not served here.
     """
-    said = headers.get(VERSION, "")
-    if said not in (str(API - 1), str(API)):
-        raise PolicyError(f"this is version {API} of the interface and serves {API - 1} too, not {said!r}")
-    return int(said)
-
-
-def reply_from(version: int, reply: Header, body: bytes) -> Header:
-    """Returns a reply of a server of `version` as one of this version."""
-    if version == 1 and "exit_code" in reply:
-        code = reply["exit_code"]
-        signal = code - 128 if code is not None and 128 < code <= 192 else None
-        rest = len(body) - reply["stdout_bytes"]
-        return {**reply, "signal": signal, "disk_full": False, "stderr_bytes": rest}
-    return reply
+    return served(headers.get(VERSION, ""))
 
 
 async def read_call(request: web.Request) -> tuple[Header, bytes]:

@@ -25,9 +25,11 @@ def add_sandbox(
         dest="what", metavar="COMMAND", required=True, parser_class=parser_class
     )
     front = _add(sandbox, "serve", "run_front", "a front: the entry to a fleet of nodes")
-    front.add_argument(
-        "--nodes", type=Path, required=True, help="a file with a line `name http://host:port` for each node"
-    )
+    front.add_argument("--nodes", type=Path, help="a file with a line `name http://host:port` for each node")
+    front.add_argument("--local", action="store_true", help="this machine is the one node, started here too")
+    front.add_argument("--state", type=Path, default=STATE, help=f"state folder of --local (default {STATE})")
+    front.add_argument("--e2b", default="", metavar="HOST:PORT", help="serve clients of the E2B SDK there")
+    front.add_argument("--e2b-templates", type=Path, metavar="FILE", help="what their templates are")
     front.add_argument("--access", type=Path, help="a file of tokens, projects and quotas (docs/sandbox.md)")
     front.add_argument(
         "--choices", type=int, default=2, help="random nodes compared for a create (default 2)"
@@ -82,8 +84,8 @@ def _add_server(command: argparse.ArgumentParser, port: int) -> None:
 
 def _action(function: str) -> Callable[[argparse.Namespace, list[str]], int]:
     def action(parsed: argparse.Namespace, rest: list[str]) -> int:
-        from sandbox import commands
+        from sandbox import commands, fronts
 
-        return getattr(commands, function)(parsed)
+        return getattr(fronts if function == "run_front" else commands, function)(parsed)
 
     return action

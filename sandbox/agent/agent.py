@@ -14,10 +14,8 @@ nothing of other commands in its memory. `keeper.py` says how a command ends wit
 from __future__ import annotations
 
 import binascii
-import ctypes
 import errno
 import gc
-import os
 import select
 import struct
 import sys
@@ -34,27 +32,26 @@ from _socket import (
     socketpair,
 )
 
-from . import small_json
+from . import libc, small_json
 from .command import Command, Launched
-from .keeper import STATUS, serve_forks
-from .process import Poll, Process
-from .program import FORK, JOB
+from .frames import FORK, JOB, STATUS
+from .process import FOREVER, Poll, Process
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import os
     import signal
     from typing import Any
 
-    from .program import Header
+    from .frames import Header
 else:
     import _signal as signal  # without enumerations, which cost more than all else here
+    import posix as os  # and without what `os` adds to it
 
 HEADER = struct.Struct("!II")
 MAX_HEADER, MAX_BODY = 1 << 18, 64 << 20
 RETRY_S, SLOTS = 5.0, 256
 FULL, READ, IDLE_S = 1 << 20, 1 << 16, 5.0
-PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 4, 22, 38
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Agent:
@@ -87,6 +84,9 @@ class Agent:
                 if isinstance(command, Process):
                     for poll, data, fields in command.ready(now):
                         self.reply(poll.id, data, **fields)
+                    if now >= command.deadline and not command.ended_at and not self.held_at:
+                        command.deadline = FOREVER
+                        command.stop()
                 elif command.finished(now):
                     self.report(command, now)
                 elif now >= command.deadline and not command.ended_at and not self.held_at:
@@ -120,6 +120,8 @@ class Agent:
     def register(self, poller: select.poll, command: Command, owners: dict[int, Command]) -> None:
         """Adds the descriptors of a command to what is waited for; a stream waits for a full channel."""
         full = command.stream and len(self.outgoing) > FULL
+        if isinstance(command, Process):
+            full = command.full(time.monotonic())
         fds = [] if command.gone else [command.keeper.fileno()]
         fds += [] if full else command.outputs()
         if command.extra_fd >= 0 and not isinstance(command, Process):
@@ -220,7 +222,7 @@ class Agent:
 
     def do_poll(self, header: Header, text: bytes, payload: bytes) -> None:
         """Answers with output and state, as soon as there is news."""
-        self.process(header).polls.append(Poll(header))
+        self.process(header).ask(Poll(header))
 
     def do_signal(self, header: Header, text: bytes, payload: bytes) -> None:
         """Sends a signal to a process and its group."""
@@ -314,7 +316,7 @@ class Agent:
             for fd in spare.fds:
                 os.close(fd)
         self.spares.clear()
-        _libc.malloc_trim(0)
+        libc.call("malloc_trim", 0)
 
     def discard(self, brief: bool) -> None:
         """Lets go of the command that waited; it has ended."""
@@ -403,15 +405,11 @@ def resize(fd: int, rows: int, columns: int) -> None:
 
 def confine(config: Header) -> None:
     """Gives up, for good and for all children, new privileges and the system calls of the filter."""
-    _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    libc.prctl(libc.PR_SET_NO_NEW_PRIVS, 1)
     if config["uid"] is None:
-        _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # commands share the agent's user: no ptrace of it
+        libc.prctl(libc.PR_SET_DUMPABLE, 0)  # commands share the agent's user: no ptrace of it
     if config["seccomp"]:
-        program = binascii.a2b_base64(config["seccomp"])
-        code = ctypes.create_string_buffer(program)
-        head = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(code))
-        if _libc.prctl(PR_SET_SECCOMP, 2, ctypes.c_char_p(head), 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), "the system call filter was refused")
+        libc.filter_calls(binascii.a2b_base64(config["seccomp"]))
 
 
 def main() -> None:
@@ -420,19 +418,23 @@ def main() -> None:
     config["uid"] = config["uid"] if os.geteuid() == 0 else None
     confine(config)
     channel_in, channel_out = os.dup(0), os.dup(1)
-    null = os.open(os.devnull, os.O_RDWR)
+    null = os.open("/dev/null", os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
     os.close(null)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    if os.getpid() == 1:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans come here and are nobody's to wait for
     gc.collect()
     gc.freeze()
-    _libc.malloc_trim(0)  # what the imports needed is not needed any more
+    libc.call("malloc_trim", 0)  # what the imports needed is not needed any more
     ours, theirs = socketpair(AF_UNIX, SOCK_SEQPACKET)
     if os.fork() == 0:
         ours.close()
         os.close(channel_in)
         os.close(channel_out)
+        from .keeper import serve_forks  # only here: what it needs is imported while the agent answers
+
         serve_forks(theirs, config)
     theirs.close()
     Agent(channel_in, channel_out, ours, config["uid"]).run()

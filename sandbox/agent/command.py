@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import time
 from _socket import SHUT_WR, socket
 
-from .keeper import DIRTY, DONE, EXITED, FAILED, STATUS, UNKNOWN
-from .program import CHUNK, SCRATCH
+from .frames import CHUNK, DIRTY, DONE, EXITED, FAILED, SCRATCH, STATUS, UNKNOWN
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from .program import Header
+    import os
+
+    from .frames import Header
+else:
+    import posix as os
 
 GRACE_S = 0.2
 STATE = 1 << 18

@@ -16,15 +16,14 @@ import stat
 import struct
 
 from . import small_json
+from .frames import CHUNK
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from typing import Any
 
-    Header = dict[str, Any]
+    from .frames import Header
 
-CHUNK = 1 << 16
 LENGTH = struct.Struct("!I")
 KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "dir", stat.S_IFLNK: "link"}
 PIECE = 1 << 20
@@ -43,6 +42,10 @@ def perform(job: Header) -> int:
         return 0
     if job["op"] == "unpack":
         unpack(os.fsencode(job["path"]))
+        return 0
+    if job["op"] == "move":
+        os.makedirs(os.path.dirname(job["to"]) or ".", exist_ok=True)
+        os.rename(job["path"], job["to"])
         return 0
     remove(job["path"])
     return 0

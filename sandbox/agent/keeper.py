@@ -7,7 +7,6 @@ user of its own while it runs, so that one signal, which no fork escapes, ends a
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import gc
 import os
@@ -16,32 +15,37 @@ import struct
 import time
 from _socket import CMSG_SPACE, socket
 
-from .program import FORK, SCRATCH, become_command, warm_up
+from . import libc
+from .frames import DIRTY, DONE, EXITED, FAILED, FORK, SCRATCH, STATUS, UNKNOWN
+from .program import become_command, warm_up
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import signal
     from typing import NoReturn
 
-    from .program import Header
+    from .frames import Header
 else:
     import _signal as signal  # without enumerations, which cost more than all else here
 
-STATUS = struct.Struct("!Bi")
-EXITED, FAILED, DIRTY, DONE, SIGNAL = 0, 1, 2, 3, 4
-UNKNOWN = -(1 << 16)
 CLEAN_S, FRESH_NS = 2.0, 50_000_000
-SFD_CLOEXEC, SIGNAL_INFO = 0o2000000, 128
-PR_SET_CHILD_SUBREAPER = 36
-_libc = ctypes.CDLL(None, use_errno=True)
+SIGNAL_INFO = 128
+TAG = 1 << 20
+"""Where the kernel (an old gVisor) has no subreapers, commands carry a group of their own above this number,
+which no command can shed and every child inherits."""
 
 
 def serve_forks(channel: socket, config: Header) -> NoReturn:
     """The zygote: forks a keeper for every message of the agent."""
-    warm_up()
-    gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    waiting, warm, tag = select.poll(), False, TAG
+    waiting.register(channel.fileno(), select.POLLIN)
     while True:
+        if not warm and not waiting.poll(0):  # whoever waits already goes first
+            warm_up()
+            gc.freeze()
+            warm = True
+        tag += 1
         data, parts, _, _ = channel.recvmsg(FORK.size, CMSG_SPACE(20))
         if not data:
             os._exit(0)
@@ -51,7 +55,7 @@ def serve_forks(channel: socket, config: Header) -> NoReturn:
             if os.fork() == 0:
                 channel.close()
                 slot, user = FORK.unpack(data)
-                keep(keeper, [*fds[:3], *fds[4:]], slot, user, config)
+                keep(keeper, [*fds[:3], *fds[4:]], slot, user, {**config, "tag": tag})
         except OSError as error:
             keeper.send(STATUS.pack(FAILED, error.errno or 0))
         keeper.close()
@@ -63,7 +67,8 @@ def keep(agent: socket, streams: list[int], slot: int, user: int, config: Header
     """The keeper: runs a command, reaps its orphans, and ends its tree when the agent asks or is gone."""
     try:
         os.setsid()
-        _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        if libc.call("prctl", libc.PR_SET_CHILD_SUBREAPER, 1, None, None, None) == 0:
+            config["tag"] = 0
         deaths = watch_children()
         uid = (user or config["uid"] + slot) if config["uid"] is not None else None
         before = stamps() if slot else []
@@ -73,12 +78,12 @@ def keep(agent: socket, streams: list[int], slot: int, user: int, config: Header
         for fd in streams:
             os.close(fd)
         if not slot:
-            attend(agent, deaths, child, False)
+            attend(agent, deaths, child, False, config["tag"])
         else:
             if uid is not None:
                 clean(uid, [])  # nothing is there yet: what it needs is in memory when it counts
-            status = attend(agent, deaths, child, True)
-            end_user(uid)
+            status = attend(agent, deaths, child, True, config["tag"])
+            end_user(uid, config["tag"])
             left = uid is not None and not clean(uid, before)
             agent.send(STATUS.pack(DIRTY if left else DONE, UNKNOWN if status is None else status))
     except OSError as error:
@@ -91,13 +96,10 @@ def watch_children() -> int:
     """Returns a descriptor that can be read when a child has ended, without a handler that interrupts."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-    deaths = _libc.signalfd(-1, (1 << signal.SIGCHLD - 1).to_bytes(128, "little"), SFD_CLOEXEC)
-    if deaths < 0:
-        raise OSError(ctypes.get_errno(), "no descriptor for signals")
-    return deaths
+    return libc.signalfd(signal.SIGCHLD)
 
 
-def attend(agent: socket, deaths: int, child: int, brief: bool) -> int | None:
+def attend(agent: socket, deaths: int, child: int, brief: bool, tag: int) -> int | None:
     """Waits until the tree of `child` has ended; for a `brief` command until `child` has, returning how."""
     poller, running = select.poll(), True
     for fd in (agent.fileno(), deaths):
@@ -117,7 +119,7 @@ def attend(agent: socket, deaths: int, child: int, brief: bool) -> int | None:
         if agent.fileno() in ready:
             asked = agent.recv(STATUS.size)
             if not asked:
-                end_tree()
+                end_tree(tag)
                 return None
             if status is None and running:
                 send_group(child, STATUS.unpack(asked)[1])
@@ -137,10 +139,10 @@ def reap(child: int) -> tuple[bool, int | None]:
             found = os.waitstatus_to_exitcode(status)
 
 
-def end_user(uid: int | None) -> None:
+def end_user(uid: int | None, tag: int) -> None:
     """Ends everything that runs as `uid`, in one step that no fork escapes; without users, the tree."""
     if uid is None:
-        end_tree()
+        end_tree(tag)
         return
     os.setgroups([])
     os.setresgid(uid, uid, uid)
@@ -156,19 +158,21 @@ def end_user(uid: int | None) -> None:
             return
 
 
-def end_tree() -> None:
+def end_tree(tag: int) -> None:
     """Ends every descendant. All are stopped first and hold their places, so that no storm goes on."""
     stopped: set[int] = set()
-    while fresh := descendants(os.getpid()) - stopped:
+    while fresh := descendants(os.getpid(), tag) - stopped:
         send_all(fresh, signal.SIGSTOP)
         stopped |= fresh
     while True:
-        send_all(descendants(os.getpid()), signal.SIGKILL)
+        left = descendants(os.getpid(), tag)
+        send_all(left, signal.SIGKILL)
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
-            return
+            if not tag or not left:
+                return
         time.sleep(0.001)
 
 
@@ -189,21 +193,34 @@ def send_group(leader: int, number: int) -> None:
         send_all({leader}, number)
 
 
-def descendants(root: int) -> set[int]:
-    """Returns all processes below `root`, from /proc."""
+def descendants(root: int, tag: int) -> set[int]:
+    """Returns all processes below `root`, from /proc, and those that carry `tag`."""
     parents: dict[int, int] = {}
+    tagged: set[int] = set()
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
                 with open("/proc/" + name + "/stat", "rb") as file:
-                    parents[int(name)] = int(file.read().rsplit(b")", 1)[1].split()[1])
-            except (OSError, IndexError):
+                    state, parent = file.read().rsplit(b")", 1)[1].split()[:2]
+                parents[int(name)] = int(parent)
+                if tag and state != b"Z" and tag in groups("/proc/" + name + "/status"):
+                    tagged.add(int(name))
+            except (OSError, ValueError):
                 continue
-    found, fresh = {root}, {root}
+    found, fresh = {root} | tagged, {root} | tagged
     while fresh:
         fresh = {pid for pid, parent in parents.items() if parent in found} - found
         found |= fresh
     return found - {root}
+
+
+def groups(path: str) -> set[int]:
+    """Returns the supplementary groups that a status file of /proc tells."""
+    with open(path, "rb") as file:
+        for line in file:
+            if line.startswith(b"Groups:"):
+                return {int(word) for word in line.split()[1:]}
+    return set()
 
 
 def stamps() -> list[int]:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import time
 from _socket import socket
 
 from .command import GRACE_S, Command, Launched
-from .keeper import SIGNAL, STATUS
-from .program import CHUNK
+from .frames import CHUNK, SIGNAL, STATUS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import os
     from typing import Any
 
-    from .program import Header
+    from .frames import Header
+else:
+    import posix as os
 
 MAX_INPUT = 1 << 20
+MAX_TURNS = 1024
+HOLD_S = 5.0
+"""How long a process waits for a reader that takes all of its output, before the oldest goes."""
+
 FOREVER = float("inf")
 
 
@@ -35,8 +40,10 @@ class Process(Command):
         super().__init__({**header, "limit": 1, "stream": False}, job, launched)
         self.keep, self.log, self.start = int(header["limit"]), bytearray(), 0
         self.polls: list[Poll] = []
-        self.closing = False
-        self.deadline = FOREVER
+        self.turns: list[list[int]] = []
+        self.seen, self.asked, self.freed = 0, self.started, 0.0
+        self.closing = bool(header.get("eof"))
+        self.deadline = self.started + header["life_s"] if header.get("life_s") else FOREVER
         if self.extra_fd >= 0:  # a terminal: its master is where all goes, once the job is through
             os.set_blocking(self.extra_fd, False)
 
@@ -46,8 +53,10 @@ class Process(Command):
 
     def wake_at(self) -> float:
         """Returns when something is to be done although nothing was heard."""
-        ended = self.ended_at + GRACE_S if self.ended_at and self.outputs() else FOREVER
-        return min([ended, *(poll.deadline for poll in self.polls)])
+        held = self.asked + HOLD_S if self.full(time.monotonic()) else 0.0
+        ended = max(self.ended_at, self.freed) + GRACE_S if self.ended_at and self.outputs() else FOREVER
+        times = [max(ended, held), FOREVER if self.ended_at else self.deadline, held or FOREVER]
+        return min([*times, *(poll.deadline for poll in self.polls)])
 
     def finished(self, now: float) -> bool:
         """It is never reported by itself: it answers to polls."""
@@ -55,9 +64,25 @@ class Process(Command):
 
     def over(self, now: float) -> bool:
         """Whether its end is known and no more output comes."""
-        if self.status is None and not self.gone:
+        if (self.status is None and not self.gone) or self.full(now):
             return False
-        return not self.outputs() or now >= self.ended_at + GRACE_S
+        return not self.outputs() or now >= max(self.ended_at, self.freed) + GRACE_S
+
+    def full(self, now: float) -> bool:
+        """Whether no more output is taken until the reader has what there is."""
+        if not self.header.get("flow") or now >= self.asked + HOLD_S:
+            return False
+        return self.start + len(self.log) - self.seen >= self.keep or len(self.turns) >= MAX_TURNS
+
+    def ask(self, poll: Poll) -> None:
+        """Takes a poll, by which its caller says what it has got."""
+        now = time.monotonic()
+        was = self.full(now)
+        self.seen, self.asked = max(self.seen, poll.offset), now
+        if was:
+            self.trim()
+            self.freed = now
+        self.polls.append(poll)
 
     def drain(self, fd: int) -> bytes:
         """Takes output; what is beyond the limit goes from the front."""
@@ -69,16 +94,25 @@ class Process(Command):
             data = b""
         if not data:
             self.shut("out_fd" if fd == self.out_fd else "err_fd" if fd == self.err_fd else "extra_fd")
+        which = int(fd == self.err_fd)
+        if self.header.get("flow") and data and (not self.turns or self.turns[-1][1] != which):
+            self.turns.append([self.start + len(self.log), which])
         self.log += data
-        if len(self.log) > 2 * self.keep:
+        if len(self.log) > 2 * self.keep or len(self.turns) > MAX_TURNS:
             self.trim()
         return b""
 
     def trim(self) -> None:
-        """Drops what is over the limit."""
+        """Drops what is over the limit, and of a reader that takes all what it has."""
         over = max(len(self.log) - self.keep, 0)
+        if self.header.get("flow"):
+            over = max(over, min(self.seen, self.start + len(self.log)) - self.start)
+            if len(self.turns) > MAX_TURNS:
+                over = max(over, self.turns[MAX_TURNS // 2][0] - self.start)
         del self.log[:over]
         self.start += over
+        while len(self.turns) > 1 and self.turns[1][0] <= self.start:
+            del self.turns[0]
 
     def feed(self) -> None:
         """Writes input; it stays open until the caller closes it."""
@@ -125,7 +159,12 @@ class Process(Command):
         first = min(max(poll.offset, self.start), self.start + len(self.log))
         data = bytes(self.log[first - self.start :][: poll.limit])
         rest = self.start + len(self.log) > first + len(data)
+        if self.header.get("flow"):
+            turns = {"turns": [turn for turn in self.turns if turn[0] < first + len(data)]}
+        else:
+            turns = {}
         return data, {
+            **turns,
             "offset": first,
             "running": not over or rest,
             "exit_code": self.status,

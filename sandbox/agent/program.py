@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import builtins
-import ctypes
 import errno
 import os
 import resource
-import struct
 import sys
 
-from . import files, small_json
-from .files import CHUNK
+from . import files, libc, small_json
+from .frames import CHUNK, JOB
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import signal
-    from typing import Any, NoReturn
+    from typing import NoReturn
 
-    Header = dict[str, Any]
+    from .frames import Header
 else:
     import _signal as signal  # without enumerations, which cost more than all else here
 
-JOB = struct.Struct("!I")
-FORK = struct.Struct("!II")
-SCRATCH = ("/tmp", "/workspace", "/dev/shm")
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/workspace", "LANG": "C.UTF-8"}
-PR_SET_DUMPABLE = 4
-CAPABILITY_VERSION = 0x20080522
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def become_command(streams: list[int], uid: int | None, brief: bool, config: Header) -> NoReturn:
@@ -48,16 +40,16 @@ def become_command(streams: list[int], uid: int | None, brief: bool, config: Hea
         os.umask(0o077 if brief else 0o022)
         ENVIRONMENT.update(config.get("env") or {})
         if uid is not None:
-            os.setgroups([])
+            os.setgroups([config["tag"]] if config["tag"] else [])
             os.setresgid(uid, uid, uid)
             os.setresuid(uid, uid, uid)
-            _libc.capset(struct.pack("II", CAPABILITY_VERSION, 0), bytes(24))
+            libc.drop_capabilities()
         if brief:
             open_streams()
             run_source(b"print('', end='')")  # copies pages before the job is there and its caller waits
             perform(small_json.loads('{"op": "nothing", "cwd": "/"}'))
         job = small_json.loads(read_exactly(JOB.unpack(read_exactly(JOB.size))[0]))
-        _libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # not before: others of its user cannot reach one that waits
+        libc.prctl(libc.PR_SET_DUMPABLE, 1)  # not before: others of its user cannot reach one that waits
         code = perform(job)
     except BaseException as error:
         os.write(2, (type(error).__name__ + ": " + str(error) + "\n").encode())
@@ -106,10 +98,10 @@ def perform(job: Header) -> int:
     if job["op"] == "python":
         return run_source(read_exactly(job["source_bytes"]))
     if job["op"] == "read":
-        return copy_out(job["path"], job["max_bytes"])
+        return copy_out(job["path"], job["max_bytes"], job.get("at", -1))
     if job["op"] == "write":
-        return copy_in(job["path"], job["mode"] & 0o777)
-    if job["op"] in ("list", "stat", "pack", "unpack", "remove"):
+        return copy_in(job["path"], job["mode"] & 0o777, job.get("at", 0))
+    if job["op"] in ("list", "stat", "pack", "unpack", "remove", "move"):
         return files.perform(job)
     if job["op"] == "nothing":
         return 0
@@ -187,22 +179,31 @@ def run_source(source: bytes) -> int:
     return code & 255
 
 
-def copy_out(path: str, limit: int) -> int:
-    """Writes a regular file to standard output; one that is larger than `limit` is refused."""
+def copy_out(path: str, limit: int, at: int) -> int:
+    """Writes a regular file to standard output, or `limit` bytes of it from `at` on.
+
+    Without a place to begin at, a file that is larger than `limit` is refused.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     info = os.fstat(fd)
     if info.st_mode & 0o170000 != 0o100000:
         raise OSError(errno.EINVAL, "not a regular file")
+    if at >= 0:
+        os.lseek(fd, at, os.SEEK_SET)
+        files.write_all(files.read_up_to(fd, limit))
+        return 0
     if info.st_size > limit:
         raise OSError(errno.EFBIG, str(info.st_size) + " bytes are more than the limit of " + str(limit))
     copy_all(fd, 1)
     return 0
 
 
-def copy_in(path: str, mode: int) -> int:
-    """Writes standard input to a file."""
+def copy_in(path: str, mode: int, at: int) -> int:
+    """Writes standard input to a file, from `at` on; from its start it replaces what was there."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    how = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | (0 if at else os.O_CREAT | os.O_TRUNC)
+    fd = os.open(path, how, mode)
+    os.lseek(fd, at, os.SEEK_SET)
     copy_all(0, fd)
     os.fchmod(fd, mode)
     return 0

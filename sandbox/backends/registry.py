@@ -7,8 +7,12 @@ from pathlib import Path
 from sandbox.backends.base import Backend
 from sandbox.backends.bubblewrap import Bubblewrap
 from sandbox.backends.docker import Docker
+from sandbox.backends.gvisor import Gvisor
 from sandbox.errors import BackendMissingError
 from sandbox.layers.compose import Composer
+
+AUTO = ("docker", "bubblewrap")
+"""What `auto` stands for, the first that is there; the others differ too much to be had without being asked for."""
 
 _GET_ONE = (
     "install bubblewrap (as root: apt-get install bubblewrap) or start a Docker engine "
@@ -17,9 +21,10 @@ _GET_ONE = (
 
 
 def backends(state_dir: Path | None = None) -> dict[str, Backend]:
-    """Returns the backends for the node of a state folder, in the order in which `auto` prefers them."""
+    """Returns the backends for the node of a state folder."""
     composer = Composer(state_dir) if state_dir else None
-    return {backend.name: backend for backend in (Docker(state_dir), Bubblewrap(state_dir, composer))}
+    among = (Docker(state_dir), Bubblewrap(state_dir, composer), Gvisor(state_dir))
+    return {backend.name: backend for backend in among}
 
 
 async def choose(name: str, among: dict[str, Backend]) -> Backend:
@@ -32,10 +37,10 @@ async def choose(name: str, among: dict[str, Backend]) -> Backend:
         if name not in among:
             raise BackendMissingError(f"there is no sandbox backend {name!r}; there are {', '.join(among)}")
         if problem := await among[name].missing():
-            raise BackendMissingError(f"sandbox backend {name!r} cannot be used: {problem}; {_GET_ONE}")
+            raise BackendMissingError(f"sandbox backend {name!r} cannot be used: {problem}")
         return among[name]
     problems: list[str] = []
-    for backend in among.values():
+    for backend in (among[name] for name in AUTO if name in among):
         problem = await backend.missing()
         if not problem:
             return backend

@@ -39,9 +39,7 @@ def parse(text: str) -> list[Step]:
     steps = [_step(line, words) for line, words in _logical_lines(text)]
     bases = [step for step in steps if step.name == "FROM"]
     if not bases:
-        raise LayerError(
-            "the Dockerfile has no FROM: begin with FROM scratch, a base layer or an image"
-        )
+        raise LayerError("the Dockerfile has no FROM: begin with FROM scratch, a base layer or an image")
     if len(bases) > 1:
         raise bases[1].error("a second stage is not supported: build the stages as layers of their own")
     for step in steps[: steps.index(bases[0])]:

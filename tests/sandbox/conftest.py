@@ -16,7 +16,14 @@ def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("node")
 
 
-@pytest.fixture(params=["bubblewrap", pytest.param("docker", marks=pytest.mark.docker)])
+BACKENDS = [
+    "bubblewrap",
+    pytest.param("docker", marks=pytest.mark.docker),
+    pytest.param("gvisor", marks=[pytest.mark.gvisor, pytest.mark.slow]),
+]
+
+
+@pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -1,0 +1,61 @@
+"""Calls of the C library that Python has no function for.
+
+By way of `_ctypes` alone: all of `ctypes` takes longer to import than the rest of the agent's start.
+"""
+
+from __future__ import annotations
+
+import _ctypes
+import struct
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 4, 22, 36, 38
+CAPABILITY_VERSION = 0x20080522
+SFD_CLOEXEC = 0o2000000
+RTLD_NOW = 2
+_ffi: Any = _ctypes
+_handle = _ffi.dlopen(None, RTLD_NOW)
+
+
+class _Char(_ffi._SimpleCData):
+    _type_ = "c"
+
+
+def call(name: str, *arguments: int | bytes | None) -> int:
+    """Calls a function that takes and returns C integers and addresses of bytes."""
+    return _ffi.call_cdeclfunction(_ffi.dlsym(_handle, name), arguments)
+
+
+def prctl(option: int, value: int) -> None:
+    """Sets an attribute of this process."""
+    if call("prctl", option, value, None, None, None) != 0:
+        raise OSError(0, "prctl " + str(option) + " was refused")
+
+
+def drop_capabilities() -> None:
+    """Gives up every capability of this process."""
+    if call("capset", struct.pack("II", CAPABILITY_VERSION, 0), bytes(24)) != 0:
+        raise OSError(0, "the capabilities were not given up")
+
+
+def signalfd(number: int) -> int:
+    """Returns a descriptor that can be read when a signal has come."""
+    fd = call("signalfd", -1, (1 << number - 1).to_bytes(128, "little"), SFD_CLOEXEC)
+    if fd < 0:
+        raise OSError(0, "no descriptor for signals")
+    return fd
+
+
+def filter_calls(program: bytes) -> None:
+    """Has the kernel run a filter over every system call from now on."""
+
+    class Code(_ffi.Array):
+        _type_, _length_ = _Char, len(program)
+
+    code = Code.from_buffer(bytearray(program))
+    head = struct.pack("HxxxxxxQ", len(program) // 8, _ffi.addressof(code))
+    if call("prctl", PR_SET_SECCOMP, 2, head, None, None) != 0:
+        raise OSError(0, "the system call filter was refused")

@@ -1,0 +1,67 @@
+"""Versions of the protocol that client, front and node speak: N serves N - 1, and speaks it to one that is behind.
+
+Over HTTP each request names the version; on a node's socket the greeting does, and what is greeted without a
+word of it is of version 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, cast
+
+from sandbox.channel import Header
+from sandbox.errors import PolicyError
+from sandbox.types import SandboxSpec
+
+API = 3
+"""2: streams, processes, signals, full disks, snapshots. 3: specifications with more fields than the first
+five, descriptions, and the operations that came with them."""
+
+UNSAID = 2
+"""The version of a node, or of its client, that does not say which."""
+
+_SPEC_2 = frozenset({"image", "limits", "labels", "ttl_s", "journal"})
+_NEW_IN_3 = frozenset({"describe", "claim", "phase"})
+_COMMANDS_OF_3 = frozenset({"move", "processes"})
+_FIELDS_OF_3 = frozenset({"at", "flow", "life_s", "eof"})
+
+
+def served(said: object) -> int:
+    """Returns the version that a caller speaks.
+
+    Raises:
+        PolicyError: It is not served here.
+    """
+    if str(said) not in (str(API - 1), str(API)):
+        raise PolicyError(
+            f"this is version {API} of the interface and serves {API - 1} too, not {str(said)[:20]!r}: "
+            f"{'update this server' if str(said).isdigit() and int(str(said)[:9]) > API else 'update the caller'}"
+        )
+    return int(str(said))
+
+
+def request_for(version: int, header: Header) -> Header:
+    """Returns a request as a server of `version` understands it.
+
+    Raises:
+        PolicyError: It asks for what that version does not have.
+    """
+    if version >= API:
+        return header
+    if header.get("op") in _NEW_IN_3:
+        raise PolicyError(f"the server is of version {version}, which has no {header['op']}: update it")
+    if isinstance(header.get("command"), dict):
+        command = cast("Header", header["command"])
+        if new := sorted(_COMMANDS_OF_3 & {command.get("op")} | _FIELDS_OF_3 & command.keys()):
+            raise PolicyError(f"the server is of version {version}, which has no {', '.join(new)}: update it")
+    if not isinstance(header.get("spec"), dict):
+        return header
+    spec = cast("Mapping[str, Any]", header["spec"])
+    plain: Mapping[str, Any] = asdict(SandboxSpec())
+    asked = [name for name in spec if name not in _SPEC_2 and spec[name] != plain.get(name)]
+    if asked:
+        raise PolicyError(
+            f"the server is of version {version}, which knows nothing of {', '.join(sorted(asked))}: update it"
+        )
+    return {**header, "spec": {name: value for name, value in spec.items() if name in _SPEC_2}}
