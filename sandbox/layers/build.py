@@ -1,7 +1,7 @@
 """Building layers: from a folder, from a Dockerfile, from an archive of a root; no registry anywhere.
 
-A Dockerfile is built in a root of its own, the layers of its FROM with a writable upper on a file of limited
-size. A base keeps the whole root; a workspace or toolkit keeps what was added to it, and knows over which base.
+A Dockerfile is built in a root of its own: the layer of its FROM with a writable upper on a file of limited
+size. A base keeps the whole root; a workspace or toolkit keeps what was added, and knows over which base.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class _Building:
 
     @property
     def values(self) -> dict[str, str]:
-        return {**self.arguments, **self.env}
+        return {"PATH": steps.PATH, **self.arguments, **self.env}
 
     def argument(self, step: Step) -> None:
         name, sign, value = step.rest.partition("=")

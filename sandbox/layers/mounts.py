@@ -73,6 +73,7 @@ def loop_device(file: Path) -> Generator[str]:
         stack.callback(os.close, backing)
         control = os.open("/dev/loop-control", os.O_RDWR | os.O_CLOEXEC)
         stack.callback(os.close, control)
+        path = ""
         for attempt in range(_TRIES):
             path = f"/dev/loop{fcntl.ioctl(control, _LOOP_GET_FREE)}"
             device = os.open(path, os.O_RDWR | os.O_CLOEXEC)
