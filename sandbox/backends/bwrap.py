@@ -10,6 +10,7 @@ from pathlib import Path
 from sandbox.backends.base import COMMAND_UID, agent_command
 from sandbox.backends.cgroups import controllers
 from sandbox.layers.built_in import Control
+from sandbox.layers.compose import NO_PRELOAD
 from sandbox.types import Limits
 
 AGENT_AT = "/run/tempering"
@@ -92,7 +93,8 @@ def composed(limits: Limits, control: Control, places: Path, env: dict[str, str]
     yield from ("--bind", f"{places}/root", "/", "--proc", "/proc", "--dev", "/dev")
     yield from ("--bind", f"{places}/shm", "/dev/shm", "--ro-bind", str(control.folder), AGENT_AT)
     yield from ("--ro-bind", str(control.library), f"{AGENT_AT}/lib/{control.library.name}")
-    yield from ("--ro-bind", "/dev/null", "/etc/ld.so.preload", "--chdir", "/workspace", "--")
+    yield from ("--ro-bind", str(places.parent / NO_PRELOAD), "/etc/ld.so.preload")
+    yield from ("--chdir", "/workspace", "--")
     yield from (*control.command(AGENT_AT), *_agent(limits, env))
 
 

@@ -24,6 +24,8 @@ from sandbox.backends import cgroups
 from sandbox.backends.base import COMMAND_UID, Started, agent_command
 from sandbox.errors import InfrastructureError, ProtocolError
 from sandbox.images import AGENT_FOLDER, ImageError, ensure_image
+from sandbox.layers.compose import Composer
+from sandbox.layers.containers import ContainerRoots, Layered
 from sandbox.types import Capabilities, Limits, SandboxSpec
 
 STATE_DIR, OWNER, BOX = "tempering.state_dir", "tempering.owner", "tempering.sandbox"
@@ -38,8 +40,9 @@ class Docker:
 
     name = "docker"
 
-    def __init__(self, state_dir: Path | None = None) -> None:
-        self._state_dir = state_dir
+    def __init__(self, state_dir: Path | None = None, composer: Composer | None = None) -> None:
+        self._state_dir, self._composer = state_dir, composer
+        self._roots = ContainerRoots(composer, state_dir / "toolkit") if composer and state_dir else None
         self._client: Any = None
         self._image: str = ""
         self._making = asyncio.Lock()
@@ -62,6 +65,7 @@ class Docker:
             inode_limit=True,
             separate_users=True,
             pause=True,
+            layers=self._composer is not None and not self._composer.missing(),
         )
 
     async def start(self, box_id: str, owner: str, spec: SandboxSpec) -> Started:
@@ -71,15 +75,21 @@ class Docker:
             InfrastructureError: The engine refused.
         """
         container: Any = None
+        layered: Layered | None = None
         try:
             image = spec.image or await self._built_in()
-            container = await asyncio.to_thread(self._create, box_id, owner, spec, image)
+            if self._roots and await asyncio.to_thread(self._roots.wanted, spec):
+                connection = await asyncio.to_thread(self._connect)
+                layered = await asyncio.to_thread(self._roots.prepare, connection, box_id, spec, image)
+            container = await asyncio.to_thread(self._create, box_id, owner, spec, image, layered)
             stream = await asyncio.to_thread(_attach, container)
             reader, writer = await asyncio.open_connection(sock=_socket_of(stream), limit=1 << 22)
             await asyncio.to_thread(container.start)
         except (*_UNREACHABLE, OSError, ImageError) as error:
             if container is not None:
                 await asyncio.to_thread(_remove, container)
+            if layered is not None:
+                await asyncio.to_thread(layered.release)
             raise InfrastructureError(f"Docker did not start the sandbox: {_first_line(error)}") from error
         oom_kills = cgroups.OomCounter(_memory_group(str(container.id)))
 
@@ -91,6 +101,8 @@ class Docker:
             ):  # the agent ends with its channel, and the container then
                 await asyncio.to_thread(_remove, container)
             stream.close()
+            if layered is not None:
+                await asyncio.to_thread(layered.release)
 
         async def pause(stop: bool) -> None:
             try:
@@ -98,7 +110,8 @@ class Docker:
             except _UNREACHABLE as error:
                 raise InfrastructureError(f"Docker did not pause or resume: {_first_line(error)}") from error
 
-        return Started(Demultiplexed(reader), writer, kill, oom_kills, pause)
+        writable, spec = (layered.writable, layered.spec) if layered else (None, spec)
+        return Started(Demultiplexed(reader), writer, kill, oom_kills, pause, writable=writable, spec=spec)
 
     async def reclaim(self, state_dir: Path) -> list[str]:
         """Removes the containers that an earlier node of this folder left, by label."""
@@ -125,13 +138,19 @@ class Docker:
             self._client = client
         return self._client
 
-    def _create(self, box_id: str, owner: str, spec: SandboxSpec, image: str) -> Any:
+    def _create(self, box_id: str, owner: str, spec: SandboxSpec, image: str, layered: Layered | None) -> Any:
+        settings = hardening(spec.limits)
+        if layered is not None and layered.writable is not None:
+            del settings["tmpfs"]["/workspace"]
+        env = layered.env if layered else {}
+        agent = agent_command(AGENT_FOLDER, spec.limits, uid=COMMAND_UID, alone=False, env=env)
         return self._connect().containers.create(
-            image,
-            ["/usr/bin/python3", *agent_command(AGENT_FOLDER, spec.limits, uid=COMMAND_UID, alone=False)],
+            layered.image if layered else image,
+            [*(layered.interpreter if layered else ["/usr/bin/python3"]), *agent],
+            volumes=layered.volumes if layered else {},
             name=f"tempering-{box_id}",
             labels={**spec.labels, STATE_DIR: str(self._state_dir), OWNER: owner, BOX: box_id},
-            **hardening(spec.limits),
+            **settings,
         )
 
     def _reclaim(self, state_dir: Path) -> list[str]:
@@ -141,6 +160,8 @@ class Docker:
         ):
             _remove(container)
             removed.append(str(container.name))
+        if self._roots is not None:
+            removed += self._roots.reclaim(self._connect())
         return removed
 
 

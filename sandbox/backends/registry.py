@@ -23,7 +23,7 @@ _GET_ONE = (
 def backends(state_dir: Path | None = None) -> dict[str, Backend]:
     """Returns the backends for the node of a state folder."""
     composer = Composer(state_dir) if state_dir else None
-    among = (Docker(state_dir), Bubblewrap(state_dir, composer), Gvisor(state_dir))
+    among = (Docker(state_dir, composer), Bubblewrap(state_dir, composer), Gvisor(state_dir))
     return {backend.name: backend for backend in among}
 
 

@@ -31,7 +31,7 @@ from sandbox.types import Limits
 
 _AT = {Kind.BASE: "/", Kind.WORKSPACE: "/workspace", Kind.TOOLKIT: "/"}
 ROOM = 4 << 30
-_INODES = 500_000
+_INODES, _BYTES_AN_INODE = 500_000, 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def _root(store: LayerStore, scratch: Path, base: Layer | None, room: int) -> Ge
     place.mkdir()
     with contextlib.ExitStack() as stack:
         if os.geteuid() == 0:
-            limits = Limits(disk_bytes=room, tmpfs_inodes=_INODES)
+            limits = Limits(disk_bytes=room, tmpfs_inodes=min(_INODES, room // _BYTES_AN_INODE))
             device = stack.enter_context(disk(scratch, limits))
             mount(device.encode(), os.fsencode(place), b"ext4", NO_SUID | NO_DEV)
             stack.callback(unmount, place)

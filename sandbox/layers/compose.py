@@ -22,6 +22,9 @@ from sandbox.layers.store import IMAGE, TREE, LayerStore
 from sandbox.types import Capabilities, SandboxSpec
 
 MOUNTS, LAYERS = "mounts", "layers"
+NO_PRELOAD = "skeleton/etc/ld.so.preload"
+"""Below the folder of mounts: an empty file."""
+
 NEEDS = "use bubblewrap, with the node run by root on a kernel with overlay"
 
 
@@ -92,8 +95,12 @@ class Composer:
             toolkit=toolkit.digest if toolkit else "",
         )
 
-    def acquire(self, spec: SandboxSpec) -> Composed:
+    def acquire(self, spec: SandboxSpec, *, base: bool = True) -> Composed:
         """Returns the layers of a sandbox, verified and mounted; `release` gives them back.
+
+        Args:
+            spec: What is asked for.
+            base: Whether a base is among them: that of the image, or the built-in one.
 
         Raises:
             PolicyError: This machine cannot compose.
@@ -102,8 +109,9 @@ class Composer:
         if problem := self.missing():
             raise PolicyError(problem)
         spec = self.pinned(spec)
-        base = self.store.get(spec.image, Kind.BASE) if spec.image else ensure_base(self.store)
-        wanted = [base]
+        wanted: list[Layer] = []
+        if base:
+            wanted.append(self.store.get(spec.image, Kind.BASE) if spec.image else ensure_base(self.store))
         wanted += [self.store.get(digest) for digest in (spec.workspace, spec.toolkit) if digest]
         trees: list[Path] = []
         env: dict[str, str] = {}
@@ -170,7 +178,8 @@ class Composer:
             for name, mode in _SKELETON:
                 (draft / name).mkdir(parents=True)
                 (draft / name).chmod(mode)
-            (draft / "etc/ld.so.preload").touch(0o644)
+            (draft / "etc/ld.so.preload").touch()
+            (draft / "etc/ld.so.preload").chmod(0o644)
             draft.chmod(0o755)
             with contextlib.suppress(OSError):  # another thread was faster
                 draft.rename(skeleton)
@@ -199,7 +208,7 @@ class Composer:
         for path in mounts_below(self.mounts):
             with contextlib.suppress(OSError):
                 unmount(path)
-                left.append(f"mount {path.relative_to(self.mounts)}")
+                left.append(f"mount {path.name}")
         shutil.rmtree(self.mounts, ignore_errors=True)
         return left
 

@@ -54,6 +54,7 @@ def own_namespace() -> None:
 def mounts_below(folder: Path) -> list[Path]:
     """Returns where something is mounted at or below a folder, the latest first."""
     found: list[Path] = []
+    folder = folder.resolve()
     for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
         path = Path(os.fsdecode(line.split()[4].decode("unicode_escape").encode("latin-1")))
         if path == folder or folder in path.parents:

@@ -39,7 +39,7 @@ def refuse(findings: list[Finding]) -> None:
         lines = "\n".join(f"  {finding}" for finding in findings[:20])
         more = f"\n  and {len(findings) - 20} more" if len(findings) > 20 else ""
         raise PlantedAnswerError(
-            f"{len(findings)} findings; remove what was found, or waive it by name (`--waive`):\n{lines}{more}"
+            f"{len(findings)} findings; remove them, or waive them by name (`--waive`):\n{lines}{more}"
         )
 
 

@@ -63,9 +63,7 @@ def _other_history(repository: Path, where: str) -> Iterator[Finding]:
                 [name for name in names if name == place or name.startswith(f"{place}/")]
             )
             if count:
-                yield Finding(
-                    kind, f"{where}/{place}", f"{count} of them; {_CLEAN}"
-                )
+                yield Finding(kind, f"{where}/{place}", f"{count} of them; {_CLEAN}")
     config = repository / "config"
     if config.is_file() and re.search(r"^\s*\[\s*remote\b", config.read_text(errors="replace"), re.M | re.I):
         yield Finding(FindingKind.GIT_REMOTE, f"{where}/config", "names a remote")
@@ -88,9 +86,7 @@ def _objects(repository: Path, where: str, answers: Answers) -> Iterator[Finding
                 found = hit if isinstance(hit, str) else repr(hit[0][:60].decode(errors="replace"))
                 yield Finding(FindingKind.GIT_OBJECT, path, f"in a {kind}: {found}")
     if commits > 1:
-        yield Finding(
-            FindingKind.GIT_HISTORY, where, f"{commits} commits; {_CLEAN}"
-        )
+        yield Finding(FindingKind.GIT_HISTORY, where, f"{commits} commits; {_CLEAN}")
 
 
 def _name_in_tree(data: bytes, answers: Answers) -> str | None:

@@ -279,7 +279,8 @@ def test_findings_refuse_unless_waived_by_name(tmp_path: Path) -> None:
 
 
 def test_the_lines_of_a_gold_patch_are_answers(tmp_path: Path) -> None:
-    gold = "--- a/x.py\n+++ b/x.py\n@@ -1 +1,2 @@\n-old line here\n+    return compute_exact(total, 'half-even')\n+x\n"
+    line = "    return compute_exact(total, 'half-even')"
+    gold = f"--- a/x.py\n+++ b/x.py\n@@ -1 +1,2 @@\n-old line here\n+{line}\n+x\n"
     (tmp_path / "gold.patch").write_text(gold)
     (tmp_path / "answers.json").write_text(json.dumps({"patches": ["gold.patch"]}))
     answers = Answers.read(tmp_path / "answers.json")
