@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from sandbox.backends.base import COMMAND_UID, agent_command
+from sandbox.backends.base import COMMAND_UID, DOOR, agent_command
 from sandbox.backends.cgroups import controllers
 from sandbox.layers.built_in import Control
 from sandbox.layers.compose import NO_PRELOAD
@@ -53,13 +53,14 @@ def system() -> Iterator[str]:
     yield from ("--proc", "/proc", "--dev", "/dev")
 
 
-def plain(limits: Limits, agent: Path, places: Path | None) -> Iterator[str]:
+def plain(limits: Limits, agent: Path, places: Path | None, door: Path | None) -> Iterator[str]:
     """Yields the command of a sandbox whose root is the machine's own system.
 
     Args:
         limits: Of the sandbox.
         agent: The folder of the agent.
         places: Where its writable folders are mounted already; None to have bubblewrap make them.
+        door: Of its network, if it has one.
     """
     program, extra = interpreter()
     yield from namespaces()
@@ -70,20 +71,15 @@ def plain(limits: Limits, agent: Path, places: Path | None) -> Iterator[str]:
             yield from ("--bind", f"{places}/{path.rpartition('/')[2]}", path)
         else:
             yield from ("--size", str(limits.tmpfs_bytes), "--perms", "1777", "--tmpfs", path)
-    yield from (
-        "--ro-bind",
-        str(agent),
-        f"{AGENT_AT}/agent",
-        "--remount-ro",
-        "/",
-        "--chdir",
-        "/workspace",
-        "--",
-    )
-    yield from (program, *_agent(limits, {}))
+    yield from _door(door)
+    yield from ("--ro-bind", str(agent), f"{AGENT_AT}/agent", "--remount-ro", "/")
+    yield from ("--chdir", "/workspace", "--")
+    yield from (program, *_agent(limits, {}, door))
 
 
-def composed(limits: Limits, control: Control, places: Path, env: dict[str, str]) -> Iterator[str]:
+def composed(
+    limits: Limits, control: Control, places: Path, env: dict[str, str], door: Path | None
+) -> Iterator[str]:
     """Yields the command of a sandbox with a root of layers, which is mounted already.
 
     The agent lies in a mount of its own with its interpreter. An empty list of libraries to load first is
@@ -93,15 +89,21 @@ def composed(limits: Limits, control: Control, places: Path, env: dict[str, str]
     yield from ("--bind", f"{places}/root", "/", "--proc", "/proc", "--dev", "/dev")
     yield from ("--bind", f"{places}/shm", "/dev/shm", "--ro-bind", str(control.folder), AGENT_AT)
     yield from ("--ro-bind", str(control.library), f"{AGENT_AT}/lib/{control.library.name}")
+    yield from _door(door)
     yield from ("--ro-bind", str(places.parent / NO_PRELOAD), "/etc/ld.so.preload")
     yield from ("--chdir", "/workspace", "--")
-    yield from (*control.command(AGENT_AT), *_agent(limits, env))
+    yield from (*control.command(AGENT_AT), *_agent(limits, env, door))
 
 
-def _agent(limits: Limits, env: dict[str, str]) -> list[str]:
+def _door(door: Path | None) -> Iterator[str]:
+    if door is not None:
+        yield from ("--ro-bind", str(door), DOOR)
+
+
+def _agent(limits: Limits, env: dict[str, str], door: Path | None) -> list[str]:
     uid = COMMAND_UID if os.geteuid() == 0 else None
     alone = not {"memory", "pids"} <= controllers()
-    return agent_command(AGENT_AT, limits, uid=uid, alone=alone, env=env)
+    return agent_command(AGENT_AT, limits, uid=uid, alone=alone, network=door is not None, env=env)
 
 
 def interpreter() -> tuple[str, tuple[str, ...]]:

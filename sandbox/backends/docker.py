@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +21,9 @@ import docker.types
 import requests.exceptions
 
 from sandbox.backends import cgroups
-from sandbox.backends.base import COMMAND_UID, Started, agent_command
+from sandbox.backends.base import COMMAND_UID, DOOR, Started, agent_command, refuse_layers
+from sandbox.egress import jail
+from sandbox.egress.doors import door_of
 from sandbox.errors import InfrastructureError, ProtocolError
 from sandbox.images import AGENT_FOLDER, ImageError, ensure_image
 from sandbox.layers.compose import Composer
@@ -32,6 +34,9 @@ STATE_DIR, OWNER, BOX = "tempering.state_dir", "tempering.owner", "tempering.san
 _STREAM_HEADER = struct.Struct("!BxxxI")
 _STDOUT, _STDERR = 1, 2
 _MAX_CHUNK = 1 << 20
+_LEAST_SHARES = 2
+"""The least weight of a container, 1024 as a rule; with version 2 the engine sets `cpu.weight` 1."""
+
 _UNREACHABLE = (docker.errors.DockerException, requests.exceptions.RequestException)
 
 
@@ -65,6 +70,7 @@ class Docker:
             inode_limit=True,
             separate_users=True,
             pause=True,
+            network=not jail.lacking(),
             layers=self._composer is not None and not self._composer.missing(),
         )
 
@@ -72,8 +78,11 @@ class Docker:
         """Starts one container.
 
         Raises:
+            PolicyError: A disk was asked for, or layers that do not go together or cannot be mounted here.
+            LayerError: A layer is not there or damaged.
             InfrastructureError: The engine refused.
         """
+        refuse_layers(self.name, SandboxSpec(limits=spec.limits) if self._roots else spec, images=True)
         container: Any = None
         layered: Layered | None = None
         try:
@@ -91,7 +100,7 @@ class Docker:
             if layered is not None:
                 await asyncio.to_thread(layered.release)
             raise InfrastructureError(f"Docker did not start the sandbox: {_first_line(error)}") from error
-        oom_kills = cgroups.OomCounter(_memory_group(str(container.id)))
+        oom_kills = cgroups.OomCounter(cgroups.container_groups(str(container.id)).get("memory"))
 
         async def kill() -> None:
             writer.close()
@@ -110,8 +119,12 @@ class Docker:
             except _UNREACHABLE as error:
                 raise InfrastructureError(f"Docker did not pause or resume: {_first_line(error)}") from error
 
-        writable, spec = (layered.writable, layered.spec) if layered else (None, spec)
-        return Started(Demultiplexed(reader), writer, kill, oom_kills, pause, writable=writable, spec=spec)
+        groups = cgroups.container_groups(str(container.id))
+        writable, started = (layered.writable, layered.spec) if layered else (None, None)
+        return Started(
+            Demultiplexed(reader), writer, kill, oom_kills, pause, lambda: groups,
+            writable=writable, spec=started,
+        )  # fmt: skip
 
     async def reclaim(self, state_dir: Path) -> list[str]:
         """Removes the containers that an earlier node of this folder left, by label."""
@@ -119,6 +132,33 @@ class Docker:
             return await asyncio.to_thread(self._reclaim, state_dir)
         except _UNREACHABLE:
             return []
+
+    async def reap(self, held: Callable[[], Set[str]]) -> list[str]:
+        """Removes the containers of this node, by label, that are not held."""
+        if self._client is None:
+            return []
+        try:
+            there = await asyncio.to_thread(self._labelled)
+            mounted = self._roots.places() if self._roots else []
+            stray = {box: container for box, container in there.items() if box not in held()}
+            for container in stray.values():
+                await asyncio.to_thread(self._remove_by_id, container)
+            for place in mounted:
+                if self._roots and place not in held():
+                    await asyncio.to_thread(self._roots.unmount, place)
+        except _UNREACHABLE as error:
+            raise InfrastructureError(f"Docker did not list or remove: {_first_line(error)}") from error
+        return sorted(stray)
+
+    def _remove_by_id(self, container: str) -> None:
+        with contextlib.suppress(docker.errors.NotFound):
+            _remove(self._connect().containers.get(container))
+
+    def _labelled(self) -> dict[str, str]:
+        """Returns the ids of the containers of this node, by sandbox."""
+        label = f"{STATE_DIR}={self._state_dir}"
+        found = self._connect().api.containers(all=True, filters={"label": label})
+        return {str(one["Labels"][BOX]): str(one["Id"]) for one in found if BOX in one["Labels"]}
 
     def leave(self) -> None:
         """Closes the connection to the engine."""
@@ -139,19 +179,27 @@ class Docker:
         return self._client
 
     def _create(self, box_id: str, owner: str, spec: SandboxSpec, image: str, layered: Layered | None) -> Any:
-        settings = hardening(spec.limits)
+        network, settings = bool(spec.network), hardening(spec.limits)
         if layered is not None and layered.writable is not None:
             del settings["tmpfs"]["/workspace"]
         env = layered.env if layered else {}
-        agent = agent_command(AGENT_FOLDER, spec.limits, uid=COMMAND_UID, alone=False, env=env)
+        agent = agent_command(
+            AGENT_FOLDER, spec.limits, uid=COMMAND_UID, alone=False, network=network, env=env
+        )
         return self._connect().containers.create(
             layered.image if layered else image,
             [*(layered.interpreter if layered else ["/usr/bin/python3"]), *agent],
             volumes=layered.volumes if layered else {},
+            mounts=[self._door(box_id)] if network else [],
             name=f"tempering-{box_id}",
             labels={**spec.labels, STATE_DIR: str(self._state_dir), OWNER: owner, BOX: box_id},
+            cpu_shares=_LEAST_SHARES if spec.latency == "best_effort" else 1024,
             **settings,
         )
+
+    def _door(self, box_id: str) -> docker.types.Mount:
+        assert self._state_dir is not None
+        return docker.types.Mount(DOOR, str(door_of(self._state_dir, box_id)), type="bind", read_only=True)
 
     def _reclaim(self, state_dir: Path) -> list[str]:
         removed: list[str] = []
@@ -237,18 +285,6 @@ def _socket_of(stream: Any) -> socket.socket:
     sock: socket.socket = stream._sock
     sock.setblocking(False)
     return sock
-
-
-def _memory_group(container: str) -> Path:
-    """Returns where the kernel counts the container's memory: by version and driver of control groups."""
-    root = Path("/sys/fs/cgroup")
-    places = (
-        root / "memory/docker" / container,
-        root / f"memory/system.slice/docker-{container}.scope",
-        root / "docker" / container,
-        root / f"system.slice/docker-{container}.scope",
-    )
-    return next((place for place in places if place.exists()), places[-1])
 
 
 def _remove(container: Any) -> None:

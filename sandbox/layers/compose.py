@@ -19,13 +19,11 @@ from sandbox.layers.built_in import ensure_base
 from sandbox.layers.mounts import mounts_below, unmount
 from sandbox.layers.records import Kind, Layer
 from sandbox.layers.store import IMAGE, TREE, LayerStore
-from sandbox.types import Capabilities, SandboxSpec
+from sandbox.types import SandboxSpec
 
 MOUNTS, LAYERS = "mounts", "layers"
 NO_PRELOAD = "skeleton/etc/ld.so.preload"
 """Below the folder of mounts: an empty file."""
-
-NEEDS = "use bubblewrap, with the node run by root on a kernel with overlay"
 
 
 @dataclass(slots=True)
@@ -44,18 +42,6 @@ class Composed:
     layers: tuple[Layer, ...]
     trees: tuple[Path, ...]
     env: dict[str, str] = field(default_factory=dict[str, str])
-
-
-def check_offered(spec: SandboxSpec, capabilities: Capabilities, backend: str) -> None:
-    """Returns when a backend offers the layers and the disk that a specification asks for.
-
-    Raises:
-        PolicyError: It does not.
-    """
-    if (spec.workspace or spec.toolkit) and not capabilities.layers:
-        raise PolicyError(f"the {backend} backend has no layers here (capability layers): {NEEDS}")
-    if spec.limits.disk_bytes and not capabilities.disk_file:
-        raise PolicyError(f"the {backend} backend has no disk_bytes here (capability disk_file): {NEEDS}")
 
 
 class Composer:

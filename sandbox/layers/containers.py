@@ -31,7 +31,7 @@ from sandbox.layers.writable import Writable, overlay, tmpfs
 from sandbox.types import Limits, SandboxSpec
 
 REPOSITORY, LABEL = "tempering-layers", "tempering.layers"
-_WORKSPACE = "workspace"
+_WORKSPACE, _PLACE = "workspace", "container-"
 _PYTHON = "/usr/bin/python3"
 
 
@@ -79,13 +79,10 @@ class ContainerRoots:
         spec = self._composer.pinned(spec)
         layered = bool(spec.image) and self._composer.store.find(spec.image) is not None
         composed = self._composer.acquire(spec, base=layered)
-        place = self._composer.mounts / f"container-{box_id}"
+        place = self._place(box_id)
 
         def release() -> None:
-            with contextlib.suppress(OSError):
-                for mounted in (place / "root", place):
-                    unmount(mounted)
-                place.rmdir()
+            self.unmount(box_id)
             self._composer.release(composed.layers)
 
         try:
@@ -104,6 +101,22 @@ class ContainerRoots:
             volumes[str(place / "root")] = {"bind": f"/{_WORKSPACE}", "mode": "rw"}
         command = control.command(AGENT_FOLDER)
         return Layered(image, volumes, command, composed.env, writable, spec, release)
+
+    def places(self) -> list[str]:
+        """Returns the sandboxes for which a workspace is mounted."""
+        return [path.name.removeprefix(_PLACE) for path in self._composer.mounts.glob(f"{_PLACE}*")]
+
+    def unmount(self, box_id: str) -> None:
+        """Takes the workspace of a container away."""
+        place = self._place(box_id)
+        for mounted in (place / "root", place):
+            with contextlib.suppress(OSError):
+                unmount(mounted)
+        with contextlib.suppress(OSError):
+            place.rmdir()
+
+    def _place(self, box_id: str) -> Path:
+        return self._composer.mounts / f"{_PLACE}{box_id}"
 
     def _workspace(self, place: Path, composed: Composed, limits: Limits) -> Writable | None:
         trees = tuple(tree / _WORKSPACE for tree in composed.trees if _filled(tree / _WORKSPACE))
