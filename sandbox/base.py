@@ -126,6 +126,10 @@ class Sandbox(Protocol):
         """Lets a paused sandbox go on."""
         ...
 
+    async def halt(self) -> None:
+        """Ends all processes that commands started; files stay."""
+        ...
+
     async def extend(self, ttl_s: float) -> None:
         """Sets how many seconds the sandbox may be idle from now on."""
         ...

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal, get_args
 
-from sandbox.errors import raise_for
+from sandbox.errors import PolicyError, raise_for
 from sandbox.policy import Network
+
+Latency = Literal["sensitive", "best_effort"]
+"""Whether somebody waits for a sandbox's commands, or they may run in the time that others leave."""
 
 
 class Verdict(StrEnum):
@@ -39,10 +43,10 @@ class Limits:
 class Capabilities:
     """What a backend holds on this machine. Asking for what it lacks is an error, never a downgrade.
 
-    `terminal_signals`: keys such as Ctrl-C signal the processes of a terminal. `oom_told`: a process beyond the
-    memory limit is ended alone, and the result of its command says so; without it an allocation fails or the
-    whole sandbox ends. `stateful`: what a command leaves is there for the next; without it each command starts
-    in an empty place of its own, and only commands are on offer.
+    `terminal_signals`: keys such as Ctrl-C signal the processes of a terminal. `oom_told`: a process beyond
+    the memory limit is ended alone, and its command's result says so; without it an allocation fails or the
+    whole sandbox ends. `stateful`: what a command leaves is there for the next; without it each command
+    starts in an empty place of its own, and only commands are on offer.
     """
 
     images: bool
@@ -70,7 +74,8 @@ class SandboxSpec:
 
     A sandbox that nobody has used for `ttl_s` seconds is ended, and any `life_s` seconds after its start unless
     that is 0. With `journal` its commands and their results
-    are written down, so that a caller who starts over can attach to it.
+    are written down, so that a caller who starts over can attach to it. `backend` is used in place of the
+    connection's. A `best_effort` sandbox runs in the processor time that all others leave.
     `network` says what it may reach in each phase; nothing, if nothing is said.
     """
 
@@ -83,6 +88,12 @@ class SandboxSpec:
     workspace: str = ""
     toolkit: str = ""
     network: Network = field(default_factory=Network)
+    backend: str = ""
+    latency: Latency = "sensitive"
+
+    def __post_init__(self) -> None:
+        if self.latency not in get_args(Latency):
+            raise PolicyError(f"latency is {' or '.join(get_args(Latency))}, not {self.latency!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 
 from sandbox.backends.base import COMMAND_UID, DOOR, Started, agent_command
@@ -82,7 +82,7 @@ class Bubblewrap:
             )
         if self._agent is AGENT and self._state_dir is not None:
             self._agent = await asyncio.to_thread(build, self._state_dir / "toolkit", _interpreter()[0])
-        cgroup = Cgroup.create(box_id, spec.limits)
+        cgroup = Cgroup.create(box_id, spec.limits, latency=spec.latency)
         try:
             process = await self._spawn(cgroup, spec.limits, self._door(box_id, spec))
         except OSError as error:
@@ -105,7 +105,9 @@ class Bubblewrap:
         async def pause(stop: bool) -> None:
             await cgroup.freeze(stop)
 
-        return Started(stdout, stdin, kill, oom_kills, pause if cgroup.freezes else None)
+        return Started(
+            stdout, stdin, kill, oom_kills, pause if cgroup.freezes else None, lambda: cgroup.folders
+        )
 
     def _door(self, box_id: str, spec: SandboxSpec) -> Path | None:
         return door_of(self._state_dir, box_id) if spec.network and self._state_dir else None
@@ -123,6 +125,10 @@ class Bubblewrap:
     async def reclaim(self, state_dir: Path) -> list[str]:
         """Sandboxes die with their node (`--die-with-parent`); only control groups can be left."""
         return await asyncio.to_thread(sweep)
+
+    async def reap(self, held: Callable[[], Set[str]]) -> list[str]:
+        """Sandboxes are what runs in their control groups, of which the node's reaper takes care."""
+        return []
 
     def leave(self) -> None:
         """Removes the node's own control group."""

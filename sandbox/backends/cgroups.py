@@ -2,7 +2,8 @@
 
 Groups are named `tempering/<node>/<sandbox>`, the node by its process id and start time, so that what a
 killed node left can be told from what a living one holds. Versions 1 (a tree a controller) and 2 (one tree)
-both work.
+both work. Best-effort sandboxes have `tempering-idle` in place of `tempering`: the kernel runs it only while
+nothing else of the machine wants the core (or, before version 5.15 of the kernel, with the smallest weight).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import re
 import signal
 import time
 from collections.abc import Iterable, Iterator
@@ -18,10 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sandbox.errors import InfrastructureError
-from sandbox.types import Limits
+from sandbox.types import Latency, Limits
 
 _ROOT = Path("/sys/fs/cgroup")
-_PARENT = "tempering"
+_SANDBOX = re.compile(r"[0-9a-f]{8}-[0-9a-f]{12}(-g[0-9]+)?")
+_PARENT, _IDLE_PARENT = "tempering", "tempering-idle"
+_IDLE = (("cpu.idle", 1), ("cpu.weight", 1), ("cpu.shares", 2))
+"""In order of preference; a group that is idle has no weight to be set."""
+
 _PERIOD_US = 100_000
 _REMOVE_S, _FREEZE_S = 5.0, 5.0
 
@@ -33,13 +39,16 @@ class Cgroup:
     folders: dict[str, Path]
 
     @classmethod
-    def create(cls, name: str, limits: Limits, root: Path = _ROOT) -> Cgroup:
+    def create(
+        cls, name: str, limits: Limits, root: Path = _ROOT, *, latency: Latency = "sensitive"
+    ) -> Cgroup:
         """Makes groups with the limits of `limits`; a controller that is not writable is left out."""
         folders: dict[str, Path] = {}
+        parent = _IDLE_PARENT if latency == "best_effort" else _PARENT
         for controller, values in _settings(limits, unified(root)).items():
             base = root if unified(root) else root / controller
             with contextlib.suppress(OSError):
-                folder = _make(base, name, unified(root))
+                folder = _make(base, parent, name, unified(root))
                 for file, value in values.items():
                     if (folder / file).exists():
                         (folder / file).write_text(str(value))
@@ -78,7 +87,18 @@ class Cgroup:
 
     async def remove(self) -> None:
         """Ends what is left in the groups and removes them; one that cannot be is left to `sweep`."""
-        await asyncio.to_thread(_remove_all, sorted(set(self.folders.values())))
+        await asyncio.to_thread(remove_groups, sorted(set(self.folders.values())))
+
+
+def container_groups(container: str, root: Path = _ROOT) -> dict[str, Path]:
+    """Returns the groups that the engine made for a container, by controller; any version and driver."""
+    found: dict[str, Path] = {}
+    for controller in ("memory", "pids", "cpu", "cpuacct"):
+        base = root if unified(root) else root / controller
+        for place in (base / "docker" / container, base / f"system.slice/docker-{container}.scope"):
+            if place.exists():
+                found[controller] = place
+    return found
 
 
 @functools.cache
@@ -126,17 +146,29 @@ def sweep(root: Path = _ROOT) -> list[str]:
         if not _alive(node.name):
             boxes = [path for path in node.glob("*") if path.is_dir()]
             left |= {path.name for path in boxes}
-            _remove_all([*boxes, node])
+            with contextlib.suppress(OSError):  # another node that starts removes it too
+                remove_groups([*boxes, node])
     return sorted(left)
+
+
+def own_groups(root: Path = _ROOT) -> dict[str, list[Path]]:
+    """Returns the groups of this node's sandboxes, by sandbox; other groups beside them are left out."""
+    found: dict[str, list[Path]] = {}
+    for node in _nodes(root):
+        if node.name == _node_name(os.getpid()):
+            for path in node.glob("*"):
+                if path.is_dir() and _SANDBOX.fullmatch(path.name):
+                    found.setdefault(path.name, []).append(path)
+    return found
 
 
 def leave(root: Path = _ROOT) -> None:
     """Removes the groups that hold those of this node, which ends."""
-    _remove_all([node for node in _nodes(root) if node.name == _node_name(os.getpid())])
+    remove_groups([node for node in _nodes(root) if node.name == _node_name(os.getpid())])
 
 
 def _nodes(root: Path) -> list[Path]:
-    parents = (root / _PARENT, *root.glob(f"*/{_PARENT}"))
+    parents = [place for name in (_PARENT, _IDLE_PARENT) for place in (root / name, *root.glob(f"*/{name}"))]
     return [node for parent in parents for node in parent.glob("*-*") if node.is_dir()]
 
 
@@ -154,18 +186,29 @@ def _settings(limits: Limits, v2: bool) -> dict[str, dict[str, str | int]]:
         "memory": {"memory.limit_in_bytes": memory, "memory.memsw.limit_in_bytes": memory},
         "pids": {"pids.max": limits.pids},
         "cpu": {"cpu.cfs_period_us": _PERIOD_US, "cpu.cfs_quota_us": quota},
+        "cpuacct": {},
         "freezer": {},
     }
 
 
-def _make(base: Path, name: str, v2: bool) -> Path:
+def _make(base: Path, parent: str, name: str, v2: bool) -> Path:
     folder = base
-    for part in (_PARENT, _node_name(os.getpid()), name):
+    for part in (parent, _node_name(os.getpid()), name):
         if v2:
             (folder / "cgroup.subtree_control").write_text("+memory +pids +cpu")
         folder = folder / part
         folder.mkdir(exist_ok=True)
+        if part == _IDLE_PARENT:
+            _be_idle(folder)
     return folder
+
+
+def _be_idle(folder: Path) -> None:
+    """Has the kernel run a group only, or mostly, while nothing else wants to."""
+    for file, value in _IDLE:
+        if (folder / file).exists():
+            (folder / file).write_text(str(value))
+            return
 
 
 def _node_name(pid: int) -> str:
@@ -185,7 +228,7 @@ def _processes(folder: Path) -> Iterator[int]:
         yield from map(int, (folder / "cgroup.procs").read_text().split())
 
 
-def _remove_all(folders: Iterable[Path]) -> None:
+def remove_groups(folders: Iterable[Path]) -> None:
     """Removes groups in their order; the processes in them take a moment to die."""
     folders, deadline = list(folders), time.monotonic() + _REMOVE_S
     for folder in folders:
