@@ -73,11 +73,6 @@ print(json.dumps({'reached': reached, 'proxy': proxy}))
 """
 
 
-@pytest.fixture(params=["bubblewrap", pytest.param("docker", marks=pytest.mark.docker)])
-def backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture
 def spec(state_dir: Path, web: Any) -> Iterator[SandboxSpec]:
     """A sandbox whose setup may read from the lab, and whose solve and verify may do nothing."""
@@ -275,6 +270,8 @@ def test_a_machine_without_the_means_says_which(monkeypatch: pytest.MonkeyPatch,
 
 async def test_a_backend_without_networks_says_so(fleet: Fleet, spec: SandboxSpec, state_dir: Path) -> None:
     assert fleet.capabilities.network
-    without = next(name for name, backend in backends(state_dir).items() if not backend.capabilities().network)
+    without = next(
+        name for name, backend in backends(state_dir).items() if not backend.capabilities().network
+    )
     with pytest.raises(PolicyError, match=f"{without} sandboxes have none"):
         await gate.start(backends(state_dir)[without], state_dir, "box", "owner", spec)
