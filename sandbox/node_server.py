@@ -27,11 +27,15 @@ from sandbox.limiter import StartRate, start_rate
 from sandbox.load import room_of
 from sandbox.placement import Room
 from sandbox.session import spec_from
+from sandbox.shapes import MAX_LEASE_S, check_time
 from sandbox.web import node_of
 from sandbox.wire import Sink
 
 ABSENT_S = 35.0
 """Three of a client's signs of life and a bit."""
+
+MAX_OWNERS = 512
+"""Of one project at a time."""
 
 _TEND_S, _PROBE_S = 2.0, 60.0
 _DRAINING = "draining"
@@ -201,11 +205,15 @@ class NodeServer:
         )
 
     async def _owner(self, header: Header) -> _Owner:
-        name, lease_s = str(header["client"]["owner"]), float(header["client"]["lease_s"])
+        name, lease_s = (
+            str(header["client"]["owner"]),
+            check_time(header["client"]["lease_s"], "lease_s", 0.0, MAX_LEASE_S),
+        )
         async with self._locks.setdefault(name, asyncio.Lock()):
             if (known := self._owners.get(name)) is not None and known.connection.lost:
                 await self._leave(name)
             if (owner := self._owners.get(name)) is None:
+                self._admit_owner(name.partition(":")[0])
                 connection = await reach(self._state_dir)
                 try:
                     await connection.request(
@@ -217,6 +225,15 @@ class NodeServer:
                 owner = self._owners[name] = _Owner(connection)
             owner.seen = time.monotonic()
             return owner
+
+    def _admit_owner(self, project: str) -> None:
+        """Returns when a project may have one more owner here: each holds a connection to the node."""
+        if sum(name.partition(":")[0] == project for name in self._owners) >= MAX_OWNERS:
+            raise RefusedError(
+                f"{MAX_OWNERS} owners of project {project} are on node {self.name} already: "
+                "share one, or wait until some have gone",
+                "busy",
+            )
 
     async def _leave(self, name: str) -> None:
         if (owner := self._owners.pop(name, None)) is not None:

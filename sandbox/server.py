@@ -37,6 +37,7 @@ from sandbox.load import room_of
 from sandbox.placement import Demand, NodeView, Placer, Room
 from sandbox.quotas import Ledger
 from sandbox.session import spec_from
+from sandbox.shapes import MAX_LEASE_S, check_time
 from sandbox.tokens import Access, Principal
 from sandbox.types import Capabilities, SandboxSpec
 from sandbox.web import Caller, node_of
@@ -464,7 +465,8 @@ def _owner(header: Header) -> str:
 
 def _signed(who: Principal, header: Header) -> Header:
     """Returns a call for a node: on behalf of the owner within the caller's project, and no other."""
-    client = {"owner": f"{who.project}:{_owner(header)}", "lease_s": float(header["client"]["lease_s"])}
+    lease_s = check_time(header["client"]["lease_s"], "lease_s", 0.0, MAX_LEASE_S)
+    client = {"owner": f"{who.project}:{_owner(header)}", "lease_s": lease_s}
     return {**{name: value for name, value in header.items() if name != "flight"}, "client": client}
 
 

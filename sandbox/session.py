@@ -16,6 +16,7 @@ from sandbox.channel import ByteReader, Header, encode, read_frame
 from sandbox.errors import InfrastructureError, PolicyError, ProtocolError, SandboxError, to_wire
 from sandbox.policy import Network
 from sandbox.recovery import Claim
+from sandbox.shapes import MAX_LEASE_S, MAX_LIFE_S, check_spec, check_time
 from sandbox.shares import shares_from
 from sandbox.types import Limits, SandboxSpec
 from sandbox.usage import rows
@@ -85,7 +86,7 @@ class Session:
             frame = encode({**reply, "id": number}, data)
         except SandboxError as error:
             frame = encode({"error": to_wire(error), "id": number})
-        except (OSError, KeyError, TypeError, ValueError) as error:
+        except (OSError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             _LOG.exception("request %s failed", header.get("op"))
             problem = InfrastructureError(f"the node failed: {type(error).__name__}: {error}")
             frame = encode({"error": to_wire(problem), "id": number})
@@ -107,7 +108,8 @@ class Session:
             raise ProtocolError("a client has one owner")
         served(header.get("version", UNSAID))
         self._owner = str(header["owner"])
-        self._lease = self._node.join(self._owner, float(header["lease_s"]))
+        lease_s = check_time(header["lease_s"], "lease_s", 0.0, MAX_LEASE_S)
+        self._lease = self._node.join(self._owner, lease_s)
         capabilities = asdict(backend.capabilities())
         about = {"backend": backend.name, "pid": os.getpid(), "version": API}
         return {**about, "lease_s": self._lease.lease_s, "capabilities": capabilities}, b""
@@ -182,9 +184,10 @@ class Session:
     async def _extend(self, header: Header, body: bytes) -> _Reply:
         box = self._node.box(header["box"], self._owner)
         if "ttl_s" in header:
-            box.extend(float(header["ttl_s"]))
+            box.extend(check_time(header["ttl_s"], "ttl_s", 1e-9, MAX_LIFE_S))
         if "life_s" in header:
-            box.live(float(header["life_s"]), at_least=bool(header.get("at_least")))
+            life_s = check_time(header["life_s"], "life_s", 0.0, MAX_LIFE_S)
+            box.live(life_s, at_least=bool(header.get("at_least")))
         return self._leased(box), b""
 
     async def _describe(self, header: Header, body: bytes) -> _Reply:
@@ -243,4 +246,4 @@ def spec_from(data: Mapping[str, Any]) -> SandboxSpec:
     fields: dict[str, Any] = {**data, "limits": Limits(**data["limits"])}
     if "network" in data:
         fields["network"] = Network.of(data["network"])
-    return SandboxSpec(**fields)
+    return check_spec(SandboxSpec(**fields))

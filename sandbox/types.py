@@ -72,11 +72,11 @@ class SandboxSpec:
     """What to create. `image` names a base layer (`name:tag` or digest) or an image of the backend; empty is
     the built-in Python. `workspace` and `toolkit` are layers over it (`temper sandbox layer`).
 
-    A sandbox that nobody has used for `ttl_s` seconds is ended, and any `life_s` seconds after its start unless
-    that is 0. With `journal` its commands and their results
-    are written down, so that a caller who starts over can attach to it. `backend` is used in place of the
-    connection's. A `best_effort` sandbox runs in the processor time that all others leave.
-    `network` says what it may reach in each phase; nothing, if nothing is said.
+    A sandbox that nobody has used for `ttl_s` seconds is ended, and any one `life_s` seconds after its start
+    unless that is 0. With `journal` its commands and their results are written down, so that a caller who
+    starts over can attach to it. `backend` is used in place of the connection's. A `best_effort` sandbox
+    runs in the processor time that all others leave. `network` says what it may reach in each phase; nothing,
+    if nothing is said.
     """
 
     image: str = ""

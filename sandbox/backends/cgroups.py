@@ -143,7 +143,9 @@ def sweep(root: Path = _ROOT) -> list[str]:
     """Removes the groups of nodes that do not live any more, with what runs in them; returns their names."""
     left: set[str] = set()
     for node in _nodes(root):
-        if not _alive(node.name):
+        if _alive(node.name):
+            continue
+        with contextlib.suppress(FileNotFoundError):  # another node that starts removes them too
             boxes = [path for path in node.glob("*") if path.is_dir()]
             left |= {path.name for path in boxes}
             with contextlib.suppress(OSError):  # another node that starts removes it too

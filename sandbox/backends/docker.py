@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import Any, cast
@@ -31,6 +32,7 @@ from sandbox.types import Capabilities, Limits, SandboxSpec
 STATE_DIR, OWNER, BOX = "tempering.state_dir", "tempering.owner", "tempering.sandbox"
 _STREAM_HEADER = struct.Struct("!BxxxI")
 _STDOUT, _STDERR = 1, 2
+_PAUSE_TRIES, _PAUSE_RETRY_S = 5, 0.05
 _MAX_CHUNK = 1 << 20
 _LEAST_SHARES = 2
 """The least weight of a container, 1024 as a rule; with version 2 the engine sets `cpu.weight` 1."""
@@ -100,7 +102,7 @@ class Docker:
 
         async def pause(stop: bool) -> None:
             try:
-                await asyncio.to_thread(container.pause if stop else container.unpause)
+                await asyncio.to_thread(_pause if stop else _unpause, container)
             except _UNREACHABLE as error:
                 raise InfrastructureError(f"Docker did not pause or resume: {_first_line(error)}") from error
 
@@ -244,6 +246,22 @@ def _tmpfs(limits: Limits) -> str:
 def _ulimits(limits: Limits) -> Iterator[docker.types.Ulimit]:
     for name, value in (("nofile", max(limits.open_files, 1024)), ("core", 0), ("fsize", limits.tmpfs_bytes)):
         yield docker.types.Ulimit(name=name, soft=value, hard=value)
+
+
+def _pause(container: Any) -> None:
+    """Pauses a container; a runtime that cannot freeze it at once (its processes fork) is asked again."""
+    for left in reversed(range(_PAUSE_TRIES)):
+        try:
+            container.pause()
+            return
+        except docker.errors.APIError as error:
+            if not left or "unable to freeze" not in str(error):
+                raise
+        time.sleep(_PAUSE_RETRY_S)
+
+
+def _unpause(container: Any) -> None:
+    container.unpause()
 
 
 def _attach(container: Any) -> Any:
