@@ -416,6 +416,7 @@ def main() -> None:
     """Takes the channel off stdin and stdout, so that no command can inherit it, and serves."""
     config: Header = small_json.loads(sys.argv[1])
     config["uid"] = config["uid"] if os.geteuid() == 0 else None
+    config.setdefault("fresh", "")
     confine(config)
     channel_in, channel_out = os.dup(0), os.dup(1)
     null = os.open("/dev/null", os.O_RDWR)
