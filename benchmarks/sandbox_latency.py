@@ -24,7 +24,7 @@ from sandbox.client import Fleet, RemoteBox
 from sandbox.types import Latency, Limits, SandboxSpec
 
 MAX_SHARE, SLACK = 0.5, 0.1
-"""Of the inflation without the class, what may be left at full load; and by how much it may differ at half."""
+"""What may be left of the inflation without the class at full load; by how much it may differ at half."""
 
 CORES = os.cpu_count() or 1
 LOADS = {"50%": max(CORES // 2, 1), "full": 4 * CORES}
