@@ -22,10 +22,12 @@ from sandbox.errors import (
     RefusedError,
     SandboxOomError,
 )
+from sandbox.journal import Journal
 from sandbox.outcome import FIELDS, Outcome
+from sandbox.policy import Denial
 from sandbox.recovery import Claim, Recorder, Replay, replay
 from sandbox.resident import STATE, Resident, Sink, check_result
-from sandbox.types import Capabilities, SandboxSpec
+from sandbox.types import Capabilities, ExecResult, SandboxSpec
 
 _PROCESSES_A_COMMAND = 8
 _MAX_QUEUE, _MAX_PROCESSES = 1024, 32
@@ -38,6 +40,9 @@ OPERATIONS = frozenset(
 
 CALLS = frozenset({"exec", "python"})
 """Of these, what a sandbox without state can do."""
+
+_PHASE = "phase"
+"""What the node itself does, in the sequence of the others."""
 
 _UNRECORDED = frozenset({"pack"})
 """Trees go out as they are at that time, and are too large for a journal."""
@@ -58,6 +63,9 @@ class Box:
     recorder: Recorder | None = None
     key: str = ""
     snapshot: str = ""
+    name: str = ""
+    pool: str = ""
+    born: float = field(default_factory=time.monotonic)
     ttl_s: float = field(init=False)
     resident: Resident = field(init=False)
     background: Background = field(init=False)
@@ -140,7 +148,7 @@ class Box:
         return await self.recorder.run(command, body, claim, perform, self.resident.settled)
 
     def _check(self, command: Header) -> None:
-        known = OPERATIONS | Background.OPERATIONS
+        known = OPERATIONS | Background.OPERATIONS | {_PHASE}
         if command["op"] not in known:
             raise PolicyError(f"there is no command {command['op']!r}, only {', '.join(sorted(known))}")
         if not self.capabilities.stateful and (command["op"] not in CALLS or command.get("state")):
@@ -157,6 +165,8 @@ class Box:
                 )
             if user not in _USERS:
                 raise PolicyError(f"commands run as a user from {_USERS[0]} to {_USERS[-1]}, not {user}")
+        if command["op"] == _PHASE:
+            self.spec.network.check(command["phase"])
         if command.get("pty") and not self.capabilities.terminal:
             raise PolicyError("this backend has no terminals")
 
@@ -164,10 +174,14 @@ class Box:
         """Runs what the journal has as finished, in this fresh sandbox; see `recovery.replay`."""
         assert self.recorder is not None
         self.background.skip(self.recorder.journal.count("start", since))
+        if (phase := phase_after(self.recorder.journal, since)) and self.started.gate is not None:
+            self.started.gate.switch(phase)
         return await replay(self.recorder.journal, self.perform, since)
 
     async def perform(self, header: Header, body: bytes, sink: Sink | None = None) -> Outcome:
         """Runs a command without a word to the journal; waits for its turn."""
+        if header["op"] == _PHASE:
+            return self._switch(header["phase"])
         if self.resident.clocks.held:
             raise RefusedError(f"sandbox {self.id} is paused: resume it first", "paused")
         if self.running >= _MAX_QUEUE:
@@ -181,6 +195,23 @@ class Box:
         finally:
             self.running -= 1
             self.used = time.monotonic()
+
+    def _switch(self, phase: str) -> Outcome:
+        self.spec.network.check(phase)
+        assert self.started.gate is not None
+        self.started.gate.switch(phase)
+        self.used = time.monotonic()
+        return Outcome(ExecResult(0, b"", b""))
+
+    def denials(self) -> list[Denial]:
+        """Returns what did not pass its network.
+
+        Raises:
+            PolicyError: It has none.
+        """
+        self.spec.network.check(self.spec.network.phase)
+        assert self.started.gate is not None
+        return self.started.gate.denials()
 
     async def _run(self, header: Header, body: bytes, sink: Sink | None) -> Outcome:
         kills = self.started.oom_kills()
@@ -264,3 +295,10 @@ class Box:
     async def close(self) -> None:
         """Ends the sandbox with everything in it; returns when it is gone."""
         await self.resident.close()
+
+
+def phase_after(journal: Journal, seq: int) -> str:
+    """Returns the network phase that a sandbox was in after its command `seq`; empty: the one it began in."""
+    switches = [n for n, entry in journal.entries.items() if entry.operation == _PHASE and n <= seq]
+    done = [n for n in switches if journal.entries[n].result and not journal.failed(n)]
+    return str(journal.command(done[-1])[0]["phase"]) if done else ""

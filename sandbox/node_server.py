@@ -39,6 +39,7 @@ OPERATIONS = frozenset(
     {
         "load", "present", "drain", "owners", "release", "find", "create", "attach", "run", "close", "boxes",
         "pause", "resume", "extend", "snapshot", "snapshots", "fork", "forget", "describe",
+        "denials",
     }
 )  # fmt: skip
 """What a front may ask for."""
@@ -255,6 +256,7 @@ class NodeServer:
             "sandboxes": used.sandboxes,
             "memory_bytes": used.memory_bytes,
             "starting": load["starting"],
+            **{f"denied_{reason}": count for reason, count in load["denials"].items()},
         }
         owners = {name: Room(*amounts) for name, amounts in load["owners"].items()}
         for flight in self._flights:

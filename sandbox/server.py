@@ -80,7 +80,7 @@ class Front:
         self._ledger = Ledger(access.quotas)
         self.refusals: dict[str, int] = {}
         self.repicks = 0
-        box = ("run", "attach", "close", "pause", "resume", "extend", "snapshot")
+        box = ("run", "attach", "close", "pause", "resume", "extend", "snapshot", "denials")
         self._operations: dict[str, Callable[..., Awaitable[_Reply]]] = {
             **dict.fromkeys(box, self._forward), "fork": self._fork, "forget": self._forward,
             "create": self._create, "hello": self._hello, "boxes": self._gather, "snapshots": self._gather,

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Literal, get_args
 
 from sandbox.errors import PolicyError, raise_for
+from sandbox.policy import Network
 
 Latency = Literal["sensitive", "best_effort"]
 """Whether somebody waits for a sandbox's commands, or they may run in the time that others leave."""
@@ -58,6 +59,7 @@ class Capabilities:
     disk_snapshot: bool = True
     memory_snapshot: bool = False
     terminal: bool = True
+    network: bool = False
     terminal_signals: bool = True
     oom_told: bool = True
     stateful: bool = True
@@ -72,8 +74,9 @@ class SandboxSpec:
 
     A sandbox that nobody has used for `ttl_s` seconds is ended, and any `life_s` seconds after its start unless
     that is 0. With `journal` its commands and their results
-    are written down, so that a caller who starts over can attach to it. `backend` is used in place of the
-    connection's. A `best_effort` sandbox runs in the processor time that all others leave.
+    are written down, so that a caller who starts over can attach to it.
+    `network` says what it may reach in each phase; nothing, if nothing is said. `backend` is used in place of
+    the connection's. A `best_effort` sandbox runs in the processor time that all others leave.
     """
 
     image: str = ""
@@ -84,6 +87,7 @@ class SandboxSpec:
     life_s: float = 0.0
     workspace: str = ""
     toolkit: str = ""
+    network: Network = field(default_factory=Network)
     backend: str = ""
     latency: Latency = "sensitive"
 

@@ -22,8 +22,8 @@ UNSAID = 2
 """The version of a node, or of its client, that does not say which."""
 
 _SPEC_2 = frozenset({"image", "limits", "labels", "ttl_s", "journal"})
-_NEW_IN_3 = frozenset({"describe", "claim", "phase"})
-_COMMANDS_OF_3 = frozenset({"move", "processes"})
+_NEW_IN_3 = frozenset({"describe", "claim", "denials", "warm", "top"})
+_COMMANDS_OF_3 = frozenset({"move", "processes", "phase", "halt"})
 _FIELDS_OF_3 = frozenset({"files", "at", "flow", "life_s", "eof"})
 
 

@@ -202,6 +202,16 @@ class Agent:
         self.held_at = 0.0
         self.reply(header["id"])
 
+    def do_halt(self, header: Header, text: bytes, payload: bytes) -> None:
+        """Ends the trees of all commands; says how many are still there."""
+        running = [command for command in self.commands.values() if not command.gone]
+        for command in running:
+            command.cancelled = True
+            command.stop()
+        for keeper in self.background.values():
+            keeper.shutdown(SHUT_WR)
+        self.reply(header["id"], left=len(running) + len(self.background))
+
     def do_kill(self, header: Header, text: bytes, payload: bytes) -> None:
         """Ends the tree of a command."""
         command = self.commands.get(header["target"])
@@ -418,6 +428,10 @@ def main() -> None:
     config["uid"] = config["uid"] if os.geteuid() == 0 else None
     config.setdefault("fresh", "")
     confine(config)
+    if config.get("door"):
+        from .network import hand_over
+
+        hand_over(config["door"])
     channel_in, channel_out = os.dup(0), os.dup(1)
     null = os.open("/dev/null", os.O_RDWR)
     for fd in (0, 1, 2):

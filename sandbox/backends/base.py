@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from sandbox.backends import seccomp
 from sandbox.channel import ByteReader
@@ -14,18 +14,26 @@ from sandbox.errors import PolicyError
 from sandbox.resident import ByteWriter
 from sandbox.types import Capabilities, Limits, SandboxSpec
 
+if TYPE_CHECKING:
+    from sandbox.egress.gate import Gate
+
 AUTO = ("docker", "bubblewrap")
 """What `auto` stands for: the first that is there. Others differ too much to be had unasked."""
 
 COMMAND_UID = 60000
 """The user of commands; Python commands have one each of those that follow."""
 
+DOOR = "/run/tempering.sock"
+"""Where a sandbox with a network finds its door (`sandbox.egress.gate.door_of`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Started:
     """A sandbox that runs: its agent's streams, how to end it, and how often the kernel killed for memory.
 
-    `pause` stops (True) all its processes or lets them go on; None where the backend cannot.
+    `pause` stops (True) all its processes or lets them go on; None where the backend cannot. `groups` gives
+    the folders of its control groups by controller, as far as there are any. `gate` is its network, if it has
+    one; no backend makes that.
     """
 
     reader: ByteReader
@@ -33,6 +41,8 @@ class Started:
     kill: Callable[[], Awaitable[None]]
     oom_kills: Callable[[], int]
     pause: Callable[[bool], Awaitable[None]] | None = None
+    groups: Callable[[], Mapping[str, Path]] = dict[str, Path]
+    gate: Gate | None = None
 
 
 def refuse_layers(backend: str, spec: SandboxSpec, *, images: bool = False) -> None:
@@ -73,13 +83,28 @@ class Backend(Protocol):
         """Lets go of what the node shares between its sandboxes; there are none any more."""
         ...
 
+    async def reap(self, held: Callable[[], Set[str]]) -> list[str]:
+        """Removes what this node's run has under names that are not held; returns names.
+
+        Args:
+            held: Gives the names (`box_id` of `start`) that must stay; to be asked after looking what there
+                is, on the event loop, as a start may begin meanwhile.
+        """
+        ...
+
     async def reclaim(self, state_dir: Path) -> list[str]:
         """Removes what an earlier node of `state_dir` left behind; returns names."""
         ...
 
 
 def agent_command(
-    folder: str, limits: Limits, *, uid: int | None, alone: bool, fresh: bool = False
+    folder: str,
+    limits: Limits,
+    *,
+    uid: int | None,
+    alone: bool,
+    network: bool = False,
+    fresh: bool = False,
 ) -> list[str]:
     """Returns the interpreter's arguments that start the agent found at `folder`/agent.
 
@@ -89,11 +114,17 @@ def agent_command(
         uid: The first user of commands, or None to run them as the agent's.
         alone: Whether no control group holds memory and processes, so that limits per process must do.
         fresh: Whether each command has namespaces and folders of its own, which the agent must be let make.
+        network: Whether there is a door to hand a listener through.
     """
     rlimits = {"NOFILE": limits.open_files, "FSIZE": limits.tmpfs_bytes, "CORE": 0, "MEMLOCK": 1 << 16}
     if alone:
         rlimits |= {"AS": limits.memory_bytes, "NPROC": limits.pids}
-    sized = f"mode=1777,size={limits.tmpfs_bytes},nr_inodes={limits.tmpfs_inodes}" if fresh else ""
-    config = json.dumps({"uid": uid, "rlimits": rlimits, "seccomp": seccomp.program(), "fresh": sized})
+    config = {
+        "uid": uid,
+        "rlimits": rlimits,
+        "seccomp": seccomp.program(),
+        "door": DOOR if network else "",
+        "fresh": f"mode=1777,size={limits.tmpfs_bytes},nr_inodes={limits.tmpfs_inodes}" if fresh else "",
+    }
     start = f"import sys; sys.path.insert(0, {folder!r}); from agent.agent import main; main()"
-    return ["-I", "-S", "-c", start, config]
+    return ["-I", "-S", "-c", start, json.dumps(config)]

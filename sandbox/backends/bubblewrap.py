@@ -11,11 +11,13 @@ import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 
-from sandbox.backends.base import COMMAND_UID, Started, agent_command
+from sandbox.backends.base import COMMAND_UID, DOOR, Started, agent_command
 from sandbox.backends.cgroups import Cgroup, controllers, leave, sweep
+from sandbox.egress import jail
+from sandbox.egress.doors import door_of
 from sandbox.errors import InfrastructureError, PolicyError
 from sandbox.toolkit import AGENT, build
 from sandbox.types import Capabilities, Limits, SandboxSpec
@@ -64,6 +66,7 @@ class Bubblewrap:
             inode_limit=False,
             separate_users=os.geteuid() == 0,
             pause="freezer" in held,
+            network=not jail.lacking(),
         )
 
     async def start(self, box_id: str, owner: str, spec: SandboxSpec) -> Started:
@@ -81,7 +84,7 @@ class Bubblewrap:
             self._agent = await asyncio.to_thread(build, self._state_dir / "toolkit", _interpreter()[0])
         cgroup = Cgroup.create(box_id, spec.limits, latency=spec.latency)
         try:
-            process = await self._spawn(cgroup, spec.limits)
+            process = await self._spawn(cgroup, spec.limits, self._door(box_id, spec))
         except OSError as error:
             await cgroup.remove()
             raise InfrastructureError(f"bwrap could not be started: {error}") from error
@@ -102,11 +105,16 @@ class Bubblewrap:
         async def pause(stop: bool) -> None:
             await cgroup.freeze(stop)
 
-        return Started(stdout, stdin, kill, oom_kills, pause if cgroup.freezes else None)
+        return Started(
+            stdout, stdin, kill, oom_kills, pause if cgroup.freezes else None, lambda: cgroup.folders
+        )
 
-    async def _spawn(self, cgroup: Cgroup, limits: Limits) -> asyncio.subprocess.Process:
+    def _door(self, box_id: str, spec: SandboxSpec) -> Path | None:
+        return door_of(self._state_dir, box_id) if spec.network and self._state_dir else None
+
+    async def _spawn(self, cgroup: Cgroup, limits: Limits, door: Path | None) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
-            *cgroup.wrap(_arguments(limits, self._agent)),
+            *cgroup.wrap(_arguments(limits, self._agent, door)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
@@ -117,6 +125,10 @@ class Bubblewrap:
     async def reclaim(self, state_dir: Path) -> list[str]:
         """Sandboxes die with their node (`--die-with-parent`); only control groups can be left."""
         return await asyncio.to_thread(sweep)
+
+    async def reap(self, held: Callable[[], Set[str]]) -> list[str]:
+        """Sandboxes are what runs in their control groups, of which the node's reaper takes care."""
+        return []
 
     def leave(self) -> None:
         """Removes the node's own control group."""
@@ -153,13 +165,15 @@ def _system() -> Iterator[str]:
     yield from ("--proc", "/proc", "--dev", "/dev")
 
 
-def _arguments(limits: Limits, agent: Path) -> Iterator[str]:
+def _arguments(limits: Limits, agent: Path, door: Path | None) -> Iterator[str]:
     interpreter, extra = _interpreter()
     yield from _namespaces()
     yield from _system()
     yield from extra
     for path in ("/tmp", "/workspace", "/dev/shm"):
         yield from ("--size", str(limits.tmpfs_bytes), "--perms", "1777", "--tmpfs", path)
+    if door is not None:
+        yield from ("--ro-bind", str(door), DOOR)
     yield from (
         "--ro-bind",
         str(agent),
@@ -174,7 +188,9 @@ def _arguments(limits: Limits, agent: Path) -> Iterator[str]:
     alone = not {"memory", "pids"} <= controllers()
     yield from (
         interpreter,
-        *agent_command(_AGENT_AT, limits, uid=COMMAND_UID if root else None, alone=alone),
+        *agent_command(
+            _AGENT_AT, limits, uid=COMMAND_UID if root else None, alone=alone, network=door is not None
+        ),
     )
 
 

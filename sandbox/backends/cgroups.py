@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import re
 import signal
 import time
 from collections.abc import Iterable, Iterator
@@ -25,7 +26,7 @@ _ROOT = Path("/sys/fs/cgroup")
 _PARENT, _IDLE_PARENT = "tempering", "tempering-idle"
 _IDLE = (("cpu.idle", 1), ("cpu.weight", 1), ("cpu.shares", 2))
 """In order of preference; a group that is idle has no weight to be set."""
-
+_SANDBOX = re.compile(r"[0-9a-f]{8}-[0-9a-f]{12}(-g[0-9]+)?")
 _PERIOD_US = 100_000
 _REMOVE_S, _FREEZE_S = 5.0, 5.0
 
@@ -85,7 +86,18 @@ class Cgroup:
 
     async def remove(self) -> None:
         """Ends what is left in the groups and removes them; one that cannot be is left to `sweep`."""
-        await asyncio.to_thread(_remove_all, sorted(set(self.folders.values())))
+        await asyncio.to_thread(remove_groups, sorted(set(self.folders.values())))
+
+
+def container_groups(container: str, root: Path = _ROOT) -> dict[str, Path]:
+    """Returns the groups that the engine made for a container, by controller; any version and driver."""
+    found: dict[str, Path] = {}
+    for controller in ("memory", "pids", "cpu", "cpuacct"):
+        base = root if unified(root) else root / controller
+        for place in (base / "docker" / container, base / f"system.slice/docker-{container}.scope"):
+            if place.exists():
+                found[controller] = place
+    return found
 
 
 @functools.cache
@@ -133,13 +145,25 @@ def sweep(root: Path = _ROOT) -> list[str]:
         if not _alive(node.name):
             boxes = [path for path in node.glob("*") if path.is_dir()]
             left |= {path.name for path in boxes}
-            _remove_all([*boxes, node])
+            with contextlib.suppress(OSError):  # another node that starts removes it too
+                remove_groups([*boxes, node])
     return sorted(left)
+
+
+def own_groups(root: Path = _ROOT) -> dict[str, list[Path]]:
+    """Returns the groups of this node's sandboxes, by sandbox; other groups beside them are left out."""
+    found: dict[str, list[Path]] = {}
+    for node in _nodes(root):
+        if node.name == _node_name(os.getpid()):
+            for path in node.glob("*"):
+                if path.is_dir() and _SANDBOX.fullmatch(path.name):
+                    found.setdefault(path.name, []).append(path)
+    return found
 
 
 def leave(root: Path = _ROOT) -> None:
     """Removes the groups that hold those of this node, which ends."""
-    _remove_all([node for node in _nodes(root) if node.name == _node_name(os.getpid())])
+    remove_groups([node for node in _nodes(root) if node.name == _node_name(os.getpid())])
 
 
 def _nodes(root: Path) -> list[Path]:
@@ -161,6 +185,7 @@ def _settings(limits: Limits, v2: bool) -> dict[str, dict[str, str | int]]:
         "memory": {"memory.limit_in_bytes": memory, "memory.memsw.limit_in_bytes": memory},
         "pids": {"pids.max": limits.pids},
         "cpu": {"cpu.cfs_period_us": _PERIOD_US, "cpu.cfs_quota_us": quota},
+        "cpuacct": {},
         "freezer": {},
     }
 
@@ -202,7 +227,7 @@ def _processes(folder: Path) -> Iterator[int]:
         yield from map(int, (folder / "cgroup.procs").read_text().split())
 
 
-def _remove_all(folders: Iterable[Path]) -> None:
+def remove_groups(folders: Iterable[Path]) -> None:
     """Removes groups in their order; the processes in them take a moment to die."""
     folders, deadline = list(folders), time.monotonic() + _REMOVE_S
     for folder in folders:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +21,9 @@ import docker.types
 import requests.exceptions
 
 from sandbox.backends import cgroups
-from sandbox.backends.base import COMMAND_UID, Started, agent_command
+from sandbox.backends.base import COMMAND_UID, DOOR, Started, agent_command
+from sandbox.egress import jail
+from sandbox.egress.doors import door_of
 from sandbox.errors import InfrastructureError, ProtocolError
 from sandbox.images import AGENT_FOLDER, ImageError, ensure_image
 from sandbox.types import Capabilities, Limits, SandboxSpec
@@ -65,6 +67,7 @@ class Docker:
             inode_limit=True,
             separate_users=True,
             pause=True,
+            network=not jail.lacking(),
         )
 
     async def start(self, box_id: str, owner: str, spec: SandboxSpec) -> Started:
@@ -84,7 +87,7 @@ class Docker:
             if container is not None:
                 await asyncio.to_thread(_remove, container)
             raise InfrastructureError(f"Docker did not start the sandbox: {_first_line(error)}") from error
-        oom_kills = cgroups.OomCounter(_memory_group(str(container.id)))
+        oom_kills = cgroups.OomCounter(cgroups.container_groups(str(container.id)).get("memory"))
 
         async def kill() -> None:
             writer.close()
@@ -101,7 +104,8 @@ class Docker:
             except _UNREACHABLE as error:
                 raise InfrastructureError(f"Docker did not pause or resume: {_first_line(error)}") from error
 
-        return Started(Demultiplexed(reader), writer, kill, oom_kills, pause)
+        groups = cgroups.container_groups(str(container.id))
+        return Started(Demultiplexed(reader), writer, kill, oom_kills, pause, lambda: groups)
 
     async def reclaim(self, state_dir: Path) -> list[str]:
         """Removes the containers that an earlier node of this folder left, by label."""
@@ -109,6 +113,29 @@ class Docker:
             return await asyncio.to_thread(self._reclaim, state_dir)
         except _UNREACHABLE:
             return []
+
+    async def reap(self, held: Callable[[], Set[str]]) -> list[str]:
+        """Removes the containers of this node, by label, that are not held."""
+        if self._client is None:
+            return []
+        try:
+            there = await asyncio.to_thread(self._labelled)
+            stray = {box: container for box, container in there.items() if box not in held()}
+            for container in stray.values():
+                await asyncio.to_thread(self._remove_by_id, container)
+        except _UNREACHABLE as error:
+            raise InfrastructureError(f"Docker did not list or remove: {_first_line(error)}") from error
+        return sorted(stray)
+
+    def _remove_by_id(self, container: str) -> None:
+        with contextlib.suppress(docker.errors.NotFound):
+            _remove(self._connect().containers.get(container))
+
+    def _labelled(self) -> dict[str, str]:
+        """Returns the ids of the containers of this node, by sandbox."""
+        label = f"{STATE_DIR}={self._state_dir}"
+        found = self._connect().api.containers(all=True, filters={"label": label})
+        return {str(one["Labels"][BOX]): str(one["Id"]) for one in found if BOX in one["Labels"]}
 
     def leave(self) -> None:
         """Closes the connection to the engine."""
@@ -129,14 +156,21 @@ class Docker:
         return self._client
 
     def _create(self, box_id: str, owner: str, spec: SandboxSpec, image: str) -> Any:
+        network = bool(spec.network)
+        agent = agent_command(AGENT_FOLDER, spec.limits, uid=COMMAND_UID, alone=False, network=network)
         return self._connect().containers.create(
             image,
-            ["/usr/bin/python3", *agent_command(AGENT_FOLDER, spec.limits, uid=COMMAND_UID, alone=False)],
+            ["/usr/bin/python3", *agent],
+            mounts=[self._door(box_id)] if network else [],
             name=f"tempering-{box_id}",
             labels={**spec.labels, STATE_DIR: str(self._state_dir), OWNER: owner, BOX: box_id},
             cpu_shares=_LEAST_SHARES if spec.latency == "best_effort" else 1024,
             **hardening(spec.limits),
         )
+
+    def _door(self, box_id: str) -> docker.types.Mount:
+        assert self._state_dir is not None
+        return docker.types.Mount(DOOR, str(door_of(self._state_dir, box_id)), type="bind", read_only=True)
 
     def _reclaim(self, state_dir: Path) -> list[str]:
         removed: list[str] = []
@@ -220,18 +254,6 @@ def _socket_of(stream: Any) -> socket.socket:
     sock: socket.socket = stream._sock
     sock.setblocking(False)
     return sock
-
-
-def _memory_group(container: str) -> Path:
-    """Returns where the kernel counts the container's memory: by version and driver of control groups."""
-    root = Path("/sys/fs/cgroup")
-    places = (
-        root / "memory/docker" / container,
-        root / f"memory/system.slice/docker-{container}.scope",
-        root / "docker" / container,
-        root / f"system.slice/docker-{container}.scope",
-    )
-    return next((place for place in places if place.exists()), places[-1])
 
 
 def _remove(container: Any) -> None:

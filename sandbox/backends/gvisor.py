@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from dataclasses import replace as changed
 from pathlib import Path
@@ -136,6 +137,10 @@ class Gvisor:
         await asyncio.to_thread(shutil.rmtree, _folder_of(state_dir), True)
         return left
 
+    async def reap(self, held: Callable[[], Set[str]]) -> list[str]:
+        """Sandboxes are what runs in their control groups, of which the node's reaper takes care."""
+        return []
+
     def leave(self) -> None:
         """Removes what is shared between the node's sandboxes."""
         leave()
@@ -226,7 +231,7 @@ def _started(process: asyncio.subprocess.Process, cgroup: Cgroup, bundle: _Bundl
     async def pause(stop: bool) -> None:
         await cgroup.freeze(stop)
 
-    return Started(stdout, stdin, kill, oom_kills, pause if cgroup.freezes else None)
+    return Started(stdout, stdin, kill, oom_kills, pause if cgroup.freezes else None, lambda: cgroup.folders)
 
 
 async def _delete(bundle: _Bundle) -> None:

@@ -102,7 +102,9 @@ class E2BFront:
             elif not request.headers.get("X-Access-Token"):
                 raise E2BError(UNAUTHENTICATED, "this needs the access token (X-Access-Token) of the sandbox")
             else:
-                self._keys.holder(request.headers["X-Access-Token"], request.headers.get("E2b-Sandbox-Id", ""))
+                self._keys.holder(
+                    request.headers["X-Access-Token"], request.headers.get("E2b-Sandbox-Id", "")
+                )
             return await handler(request)
         except E2BError as error:
             wrong = error
