@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sandbox.types import SandboxSpec
 
 MAX_LIFE_S = 30 * 86400.0
+MAX_FORKS = 256
 MAX_LEASE_S = 7 * 86400.0
 MAX_FORKS = 1024
 _MAX_COMMAND_S = 7 * 86400.0
@@ -57,6 +58,17 @@ def check_spec(spec: SandboxSpec) -> SandboxSpec:
     return spec
 
 
+def check_forks(count: object) -> int:
+    """Returns how many sandboxes a fork makes.
+
+    Raises:
+        PolicyError: It is no number of them, or more than a node makes at once.
+    """
+    if not is_count(count) or not 0 < count <= MAX_FORKS:
+        raise PolicyError(f"a fork makes 1 to {MAX_FORKS} sandboxes, not {str(count)[:40]}")
+    return count
+
+
 def check_time(value: object, name: str, least: float, most: float) -> float:
     """Returns a number of seconds.
 
@@ -65,17 +77,6 @@ def check_time(value: object, name: str, least: float, most: float) -> float:
     """
     if not is_number(value) or not least <= value <= most:
         raise PolicyError(f"{name} is a number of seconds up to {most:g}, not {str(value)[:40]}")
-    return value
-
-
-def check_count(value: object, name: str, most: int) -> int:
-    """Returns a number of things.
-
-    Raises:
-        PolicyError: It is none, or too large.
-    """
-    if not is_count(value) or not 0 < value <= most:
-        raise PolicyError(f"{name} is a whole number from 1 to {most}, not {str(value)[:40]}")
     return value
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rl.launch.layer_cli import add_layer
+
 _TOKENS = """\
 Tokens come from the environment or from files that only you can read, never from the command line:
   TEMPER_SANDBOX_TOKEN, or TEMPER_SANDBOX_TOKEN_FILE             of a client
@@ -49,6 +51,7 @@ def add_sandbox(
     node.add_argument("--state", type=Path, default=STATE, help=f"its state folder (default {STATE})")
     _add_server(node, 7331)
     _add_looks(sandbox)
+    add_layer(sandbox, parser_class, STATE)
     _add(sandbox, "token", "make_token", "make a token, and its hash for an access file")
 
 

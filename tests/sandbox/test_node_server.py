@@ -158,7 +158,8 @@ async def test_owners_without_end_are_refused(folder: Path) -> None:
     [
         {"op": "run", "box": "n.x", "command": "ls"},
         {"op": "run", "box": "n.x", "command": {"op": ["exec"]}},
-        {"op": "run", "box": "n.x", "command": {}, "claim": {"unheard": 1}}, {"op": "extend", "box": "n.x", "ttl_s": "1"},
+        {"op": "run", "box": "n.x", "command": {}, "claim": {"unheard": 1}},
+        {"op": "extend", "box": "n.x", "ttl_s": "1"},
         {"op": "fork", "box": "n.x", "count": 1e300}, {"op": "create", "backend": "bubblewrap", "spec": []},
         {"op": "create", "backend": ["bubblewrap"], "spec": SPEC}, {"op": "attach", "box": "n.x"},
     ],
