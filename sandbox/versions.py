@@ -31,7 +31,7 @@ _CAPABILITIES_2 = frozenset(
 )  # fmt: skip
 _NEW_IN_3 = frozenset({"describe", "claim", "denials", "warm", "hold_back", "top"})
 _COMMANDS_OF_3 = frozenset({"move", "processes", "phase", "halt"})
-_FIELDS_OF_3 = frozenset({"files", "at", "flow", "life_s", "eof"})
+_FIELDS_OF_3 = frozenset({"files", "at", "flow", "life_s"})
 
 
 def served(said: object) -> int:

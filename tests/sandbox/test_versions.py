@@ -122,5 +122,6 @@ def test_what_version_2_does_not_have() -> None:
     hello = {"backend": "docker", "capabilities": {"images": True, "stateful": True}}
     assert reply_for(2, hello)["capabilities"] == {"images": True}
     assert reply_for(API, hello) is hello
-    plain = {"op": "run", "command": {"op": "exec", "argv": ["true"]}}
-    assert request_for(2, plain) is plain
+    for command in ({"op": "exec", "argv": ["true"]}, {"op": "input", "process": 1, "eof": True}):
+        plain = {"op": "run", "command": command}
+        assert request_for(2, plain) is plain
