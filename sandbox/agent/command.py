@@ -198,6 +198,8 @@ def disk_full() -> bool:
             info = os.statvfs(folder)
         except OSError:
             continue
-        if info.f_blocks and (not info.f_bavail or (info.f_files and not info.f_favail)):
+        # A file system that keeps some room to itself says that it is full before the last block.
+        kept = info.f_bavail < info.f_bfree and info.f_bavail * info.f_frsize < 1 << 20
+        if info.f_blocks and (not info.f_bavail or kept or (info.f_files and not info.f_favail)):
             return True
     return False
