@@ -21,10 +21,10 @@ import docker.types
 import requests.exceptions
 
 from sandbox.backends import cgroups
-from sandbox.backends.base import COMMAND_UID, DOOR, Started, agent_command
+from sandbox.backends.base import COMMAND_UID, DOOR, Started, agent_command, refuse_layers
 from sandbox.egress import jail
 from sandbox.egress.doors import door_of
-from sandbox.errors import InfrastructureError, ProtocolError
+from sandbox.errors import InfrastructureError, PolicyError, ProtocolError
 from sandbox.images import AGENT_FOLDER, ImageError, ensure_image
 from sandbox.types import Capabilities, Limits, SandboxSpec
 
@@ -32,6 +32,7 @@ STATE_DIR, OWNER, BOX = "tempering.state_dir", "tempering.owner", "tempering.san
 _STREAM_HEADER = struct.Struct("!BxxxI")
 _STDOUT, _STDERR = 1, 2
 _MAX_CHUNK = 1 << 20
+_FREEZES = 5
 _LEAST_SHARES = 2
 """The least weight of a container, 1024 as a rule; with version 2 the engine sets `cpu.weight` 1."""
 
@@ -47,6 +48,7 @@ class Docker:
         self._state_dir = state_dir
         self._client: Any = None
         self._image: str = ""
+        self._remapped = False
         self._making = asyncio.Lock()
 
     async def missing(self) -> str:
@@ -55,10 +57,12 @@ class Docker:
             await asyncio.to_thread(self._connect)
         except _UNREACHABLE as error:
             return f"no Docker engine answers ({_first_line(error)})"
+        if not str(self._client.api.base_url).startswith("http+docker://"):
+            return "the engine is not of this machine: sandboxes need one behind a Unix socket (DOCKER_HOST)"
         return ""
 
     def capabilities(self) -> Capabilities:
-        """Returns what a container holds: everything."""
+        """Returns what a container holds; one with users of its own cannot reach the door to a network."""
         return Capabilities(
             images=True,
             memory_limit=True,
@@ -67,27 +71,30 @@ class Docker:
             inode_limit=True,
             separate_users=True,
             pause=True,
-            network=not jail.lacking(),
+            network=not jail.lacking() and not self._remapped,
         )
 
     async def start(self, box_id: str, owner: str, spec: SandboxSpec) -> Started:
         """Starts one container.
 
         Raises:
+            PolicyError: A layer was asked for, or the engine does not have the image.
             InfrastructureError: The engine refused.
         """
+        refuse_layers(self.name, spec, images=True)
         container: Any = None
         try:
-            image = spec.image or await self._built_in()
-            container = await asyncio.to_thread(self._create, box_id, owner, spec, image)
+            container = await self._container(box_id, owner, spec)
             stream = await asyncio.to_thread(_attach, container)
             reader, writer = await asyncio.open_connection(sock=_socket_of(stream), limit=1 << 22)
             await asyncio.to_thread(container.start)
         except (*_UNREACHABLE, OSError, ImageError) as error:
             if container is not None:
-                await asyncio.to_thread(_remove, container)
+                with contextlib.suppress(*_UNREACHABLE):  # then the reaper finds it when the engine is back
+                    await asyncio.to_thread(_remove, container)
             raise InfrastructureError(f"Docker did not start the sandbox: {_first_line(error)}") from error
-        oom_kills = cgroups.OomCounter(cgroups.container_groups(str(container.id)).get("memory"))
+        groups = await asyncio.to_thread(_groups, container)
+        oom_kills = cgroups.OomCounter(groups.get("memory"))
 
         async def kill() -> None:
             writer.close()
@@ -99,12 +106,15 @@ class Docker:
             stream.close()
 
         async def pause(stop: bool) -> None:
-            try:
-                await asyncio.to_thread(container.pause if stop else container.unpause)
-            except _UNREACHABLE as error:
-                raise InfrastructureError(f"Docker did not pause or resume: {_first_line(error)}") from error
+            for left in reversed(range(_FREEZES)):
+                try:
+                    await asyncio.to_thread(container.pause if stop else container.unpause)
+                    return
+                except _UNREACHABLE as error:
+                    if not left or "freeze" not in str(error):  # which fails now and then on a busy machine
+                        what = f"Docker did not {'pause' if stop else 'resume'}: {_first_line(error)}"
+                        raise InfrastructureError(what) from error
 
-        groups = cgroups.container_groups(str(container.id))
         return Started(Demultiplexed(reader), writer, kill, oom_kills, pause, lambda: groups)
 
     async def reclaim(self, state_dir: Path) -> list[str]:
@@ -142,6 +152,18 @@ class Docker:
         if self._client is not None:
             self._client.close()
 
+    async def _container(self, box_id: str, owner: str, spec: SandboxSpec) -> Any:
+        try:
+            image = spec.image or await self._built_in()
+            return await asyncio.to_thread(self._create, box_id, owner, spec, image)
+        except docker.errors.ImageNotFound as error:
+            if spec.image:
+                raise PolicyError(
+                    f"the engine has no image {spec.image!r}: docker pull it, or load it"
+                ) from error
+        self._image = ""  # somebody has removed it
+        return await asyncio.to_thread(self._create, box_id, owner, spec, await self._built_in())
+
     async def _built_in(self) -> str:
         async with self._making:
             if not self._image:
@@ -152,6 +174,8 @@ class Docker:
         if self._client is None:
             client: Any = docker.from_env(timeout=60)
             client.ping()
+            security = str(client.info().get("SecurityOptions"))
+            self._remapped = "name=userns" in security or "name=rootless" in security
             self._client = client
         return self._client
 
@@ -254,6 +278,16 @@ def _socket_of(stream: Any) -> socket.socket:
     sock: socket.socket = stream._sock
     sock.setblocking(False)
     return sock
+
+
+def _groups(container: Any) -> dict[str, Path]:
+    """Returns a container's control groups; where the engine was told another place, by its first process."""
+    if found := cgroups.container_groups(str(container.id)):
+        return found
+    with contextlib.suppress(*_UNREACHABLE):
+        container.reload()
+        return cgroups.groups_of(int(container.attrs["State"]["Pid"]))
+    return {}
 
 
 def _remove(container: Any) -> None:
