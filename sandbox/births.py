@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from sandbox.admission import admit
 from sandbox.backends.base import Started
 from sandbox.box import Box
+from sandbox.egress import gate
 from sandbox.errors import InfrastructureError, LostError, RefusedError, SandboxError, StartTimeoutError
 from sandbox.journal import Journal
 from sandbox.leases import Lease
@@ -267,7 +268,10 @@ class Births:
     ) -> Box:
         box_id = self._fresh_id()
         with self._place(box_id, parent.owner, parent.spec, shares):
+            phase = parent.started.gate.phase if parent.started.gate is not None else ""
             box = await self._start(box_id, box_id, parent.owner, parent.backend, parent.spec)
+            if box.started.gate is not None:
+                box.started.gate.switch(phase)
             box.ttl_s, box.snapshot = parent.ttl_s, parent.snapshot
             async with self._entering(box, fresh=True):
                 seq = await asyncio.shield(saving)
@@ -404,7 +408,8 @@ class Births:
             if owner and owner not in self._node.tenants:
                 raise LostError(f"the lease of {owner} ended before the sandbox was started")
             # A start is never left half-way: a client that goes away has it finished and undone.
-            starting = asyncio.create_task(self._node.backends[backend].start(name, owner, marked))
+            start = gate.start(self._node.backends[backend], self._node.state_dir, name, owner, marked)
+            starting = asyncio.create_task(start)
             try:
                 started = await asyncio.shield(starting)
             except asyncio.CancelledError:

@@ -30,6 +30,8 @@ from sandbox.backends.registry import backends, choose
 from sandbox.births import Births
 from sandbox.box import Box
 from sandbox.channel import ByteReader
+from sandbox.egress import doors
+from sandbox.egress.gate import denied
 from sandbox.errors import InfrastructureError, LostError, SandboxError
 from sandbox.journals import Journals
 from sandbox.leases import LeaseFile
@@ -110,6 +112,7 @@ class Node:
         await self.leases.drop(lambda lease: lease.journal and not self.journals.has(lease.sandbox))
         for one in self._wanted:
             await self.warm.want(OPERATOR, one.backend, one.spec, one.count)
+        doors.sweep(self.state_dir)
         server = await self._listen()
         if ready is not None:
             os.write(ready, READY.encode())
@@ -285,14 +288,16 @@ class Node:
 
     def load(self) -> dict[str, Any]:
         """Returns what the node admits, has given away in all and to each owner, and is starting."""
-        return load_of(
+        load = load_of(
             self.limits,
             [(box.owner, box.spec) for box in self.living.values()],
             [spec for _, spec in self.births.starting.values()],
             warm=[box.spec for box in self.warm.boxes()],
             hints=self.warm.hints(),
             draining=self.stop.is_set(),
-        ) | {"warm": self.warm.counts(), "pools": self.warm.about(), "reaper": self._reaper.about()}
+        )
+        load |= {"warm": self.warm.counts(), "pools": self.warm.about(), "reaper": self._reaper.about()}
+        return {**load, "denials": denied(box.started.gate for box in self.living.values())}
 
     def specs(self) -> list[SandboxSpec]:
         """Returns what is held of the node's room: by owners, and by the warm pools."""

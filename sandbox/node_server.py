@@ -28,6 +28,7 @@ from sandbox.limiter import StartRate, start_rate
 from sandbox.load import room_of
 from sandbox.placement import Room
 from sandbox.session import spec_from
+from sandbox.shapes import MAX_LEASE_S, check_time
 from sandbox.warm_spec import Warm, pool_id
 from sandbox.web import node_of
 from sandbox.wire import Sink
@@ -35,13 +36,16 @@ from sandbox.wire import Sink
 ABSENT_S = 35.0
 """Three of a client's signs of life and a bit."""
 
+MAX_OWNERS = 512
+"""Of one project at a time."""
+
 _TEND_S, _PROBE_S = 2.0, 60.0
 _DRAINING = "draining"
 OPERATIONS = frozenset(
     {
         "load", "present", "drain", "owners", "release", "find", "create", "attach", "run", "close", "boxes",
         "pause", "resume", "extend", "snapshot", "snapshots", "fork", "forget", "describe",
-        "claim", "warm", "top",
+        "claim", "warm", "top", "denials",
     }
 )  # fmt: skip
 """What a front may ask for."""
@@ -214,11 +218,15 @@ class NodeServer:
         return _Flight(mark["front"], mark["number"], header["client"]["owner"], room)
 
     async def _owner(self, header: Header) -> _Owner:
-        name, lease_s = str(header["client"]["owner"]), float(header["client"]["lease_s"])
+        name, lease_s = (
+            str(header["client"]["owner"]),
+            check_time(header["client"]["lease_s"], "lease_s", 0.0, MAX_LEASE_S),
+        )
         async with self._locks.setdefault(name, asyncio.Lock()):
             if (known := self._owners.get(name)) is not None and known.connection.lost:
                 await self._leave(name)
             if (owner := self._owners.get(name)) is None:
+                self._admit_owner(name.partition(":")[0])
                 connection = await reach(self._state_dir)
                 try:
                     await connection.request(
@@ -230,6 +238,15 @@ class NodeServer:
                 owner = self._owners[name] = _Owner(connection)
             owner.seen = time.monotonic()
             return owner
+
+    def _admit_owner(self, project: str) -> None:
+        """Returns when a project may have one more owner here: each holds a connection to the node."""
+        if sum(name.partition(":")[0] == project for name in self._owners) >= MAX_OWNERS:
+            raise RefusedError(
+                f"{MAX_OWNERS} owners of project {project} are on node {self.name} already: "
+                "share one, or wait until some have gone",
+                "busy",
+            )
 
     async def _leave(self, name: str) -> None:
         if (owner := self._owners.pop(name, None)) is not None:
@@ -287,6 +304,7 @@ class NodeServer:
             "starting": load["starting"],
             "warm": sum(load["warm"].values()),
             "reaped": load["reaper"]["removed"],
+            **{f"denied_{reason}": count for reason, count in load["denials"].items()},
         }
         owners = {name: Room(*amounts) for name, amounts in load["owners"].items()}
         for flight in self._flights:

@@ -11,11 +11,14 @@ from types import TracebackType
 from typing import Any, Self
 
 from sandbox.archives import read_archive
+from sandbox.calls import Call
+from sandbox.calls import run as run_call
 from sandbox.channel import MAX_BODY, Header
 from sandbox.connection import Link
 from sandbox.errors import DiskFullError, FileError, LostError, PolicyError, UnknownOutcomeError
 from sandbox.outcome import Outcome
 from sandbox.past import Past
+from sandbox.policy import Denial
 from sandbox.process import Process
 from sandbox.recovery import Claim
 from sandbox.shell import Shell
@@ -95,6 +98,14 @@ class RemoteBox:
         code = source.encode(errors="surrogatepass")
         header: Header = {"op": "python", "source_bytes": len(code), "cwd": "/workspace"}
         return (await self.run(header, code + stdin, timeout_s, output_limit)).result
+
+    async def call(self, call: Call) -> ExecResult:
+        """Runs a call that brings all it needs, in a sandbox without state (backend `function`).
+
+        Raises:
+            PolicyError: The sandbox keeps a state, and the call brings files.
+        """
+        return await run_call(self, call)
 
     def shell(
         self, *, cwd: str = "/workspace", env: Mapping[str, str] | None = None, program: str = "bash"
@@ -217,10 +228,37 @@ class RemoteBox:
         """Lets a paused sandbox go on."""
         await self._ask({"op": "resume", "box": self.id})
 
+    async def halt(self) -> None:
+        """Ends all processes that commands started, also those that left their session; the sandbox stays.
+
+        Raises:
+            ProtocolError: Some do not end; the sandbox was ended.
+        """
+        await self.run({"op": "halt"}, b"", _FILE_TIMEOUT_S, 1024, True)
+
     async def extend(self, ttl_s: float) -> None:
         """Sets how many seconds the sandbox may be idle from now on before it is ended."""
         _check("ttl_s", ttl_s, 30 * 86400)
         await self._ask({"op": "extend", "box": self.id, "ttl_s": ttl_s})
+
+    async def phase(self, name: str) -> None:
+        """Goes on to another phase of its network; connections that this does not allow are cut.
+
+        It is a command of the sequence: a caller who starts over gives it again in its place.
+
+        Raises:
+            PolicyError: The sandbox has no network, or no phase of that name.
+        """
+        await self.run({"op": "phase", "phase": name}, b"", _FILE_TIMEOUT_S, 1024, True)
+
+    async def denials(self) -> list[Denial]:
+        """Returns what did not pass the sandbox's network, the latest last; alike ones are counted.
+
+        Raises:
+            PolicyError: The sandbox has no network.
+        """
+        reply, _ = await self._connection.request({"op": "denials", "box": self.id})
+        return [Denial.of(denial) for denial in reply["denials"]]
 
     async def snapshot(self) -> str:
         """Keeps the files of the sandbox; returns the name from which `Fleet.create` starts others.

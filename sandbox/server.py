@@ -22,8 +22,9 @@ from typing import Any
 
 import aiohttp
 
-from sandbox.calls import demand_of, operate, owner_of, signed
+from sandbox.backends.base import AUTO
 from sandbox.channel import Header
+from sandbox.demands import demand_of, operate, owner_of, signed
 from sandbox.errors import (
     BackendMissingError,
     InfrastructureError,
@@ -49,7 +50,6 @@ TRIES = 4
 
 HEARTBEAT_S = 1.0
 _PATIENCE_S, _GIVE_UP_S = 5.0, 60.0
-_PREFERRED = ("docker", "gvisor", "bubblewrap")
 _ELSEWHERE = (RefusedError, LostError, StartTimeoutError, InfrastructureError, BackendMissingError)
 """What one node says and another may not."""
 
@@ -82,7 +82,7 @@ class Front:
         self._ledger, self._groups = Ledger(access.quotas), Groups(self.placer, TRIES, _ELSEWHERE)
         self.refusals: dict[str, int] = {}
         self.repicks = 0
-        box = ("run", "attach", "close", "pause", "resume", "extend", "snapshot")
+        box = ("run", "attach", "close", "pause", "resume", "extend", "snapshot", "denials")
         self._operations: dict[str, Callable[..., Awaitable[_Reply]]] = {
             **dict.fromkeys(box, self._forward), "fork": self._fork, "forget": self._forward,
             "create": self._create, "hello": self._hello, "boxes": self._gather, "snapshots": self._gather,
@@ -226,8 +226,7 @@ class Front:
         return await self._send(name, room, who, header, body, sink)
 
     async def _create(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
-        spec = spec_from(header["spec"])
-        demand = demand_of(spec, str(header["backend"]))
+        demand, header = self._asked(header)
         await self._charge(who, demand.room)
         if snapshot := header.get("snapshot"):
             node = self._node(node_of(str(snapshot)))
@@ -286,8 +285,15 @@ class Front:
         )
         return next(there, None)
 
+    def _asked(self, header: Header) -> tuple[Demand, Header]:
+        """Returns what a request needs of a node, and the request with the backend that it stands for."""
+        spec = spec_from(header["spec"])
+        if spec.backend:
+            header = {**header, "backend": self._resolve(spec.backend)}
+        return demand_of(spec, str(header["backend"])), header
+
     async def _claim(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
-        demand = demand_of(spec_from(header["spec"]), str(header["backend"]))
+        demand, header = self._asked(header)
         room = Room().plus(demand.room, size(header["count"], "claim"))
         names = None
         if header.get("key"):
@@ -306,7 +312,7 @@ class Front:
         return await self._groups.claim(demand, header, self._down(), names, send)
 
     async def _warm(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
-        demand = demand_of(spec_from(header["spec"]), str(header["backend"]))
+        demand, header = self._asked(header)
         owner = f"{who.project}:{owner_of(header)}"
         name = self._groups.home(demand, header, owner, self._down())
         return await self._node(name).caller.request(self._shared(name, who, header), body, sink)
@@ -384,16 +390,8 @@ class Front:
 
     async def _hello(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
         owner_of(header)
-        wanted, views = str(header["backend"]), self.placer.nodes.values()
-        offered = {name for view in views for name in view.backends}
-        if not offered:
-            raise InfrastructureError("none of the fleet's nodes has answered yet")
-        ranked = [*_PREFERRED, *sorted(offered - {*_PREFERRED})]
-        backend = next(name for name in ranked if name in offered) if wanted == "auto" else wanted
-        if backend not in offered:
-            raise BackendMissingError(
-                f"no node has the backend {backend!r}; there are {', '.join(sorted(offered))}"
-            )
+        views = self.placer.nodes.values()
+        backend = self._resolve(str(header["backend"]))
         sure = frozenset[str].intersection(
             *(view.backends[backend] for view in views if backend in view.backends)
         )
@@ -407,6 +405,19 @@ class Front:
         replies = await self._heard(self._nodes, signed(who, header))
         described = [entry for _, (_, data) in sorted(replies.items()) for entry in json.loads(data)]
         return {}, json.dumps(described).encode()
+
+    def _resolve(self, wanted: str) -> str:
+        """Returns the backend that `wanted`, or `auto`, stands for in this fleet."""
+        offered = {name for view in self.placer.nodes.values() for name in view.backends}
+        if not offered:
+            raise InfrastructureError("none of the fleet's nodes has answered yet")
+        named = AUTO if wanted == "auto" else (wanted,)
+        backend = next((name for name in named if name in offered), "")
+        if not backend:
+            raise BackendMissingError(
+                f"no node has the backend {wanted!r}; there are {', '.join(sorted(offered))}"
+            )
+        return backend
 
     async def _gather(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
         what = header["op"]

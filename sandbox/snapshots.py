@@ -172,10 +172,12 @@ async def load(box: Box, path: Path) -> None:
     """Makes the files of a snapshot in a fresh sandbox.
 
     Raises:
+        PolicyError: The backend has no snapshots.
         UnsafeTreeError: It is not what a snapshot has.
         DiskFullError: They do not fit.
         FileError: They cannot be made.
     """
+    box.check_snapshots()
     for batch in batches(_checked(path)):
         command = {"op": "unpack", "path": "/", "timeout_s": _TIMEOUT_S, "limit": 4096}
         result = (await box.perform(command, batch)).result

@@ -6,15 +6,25 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from sandbox.backends import seccomp
 from sandbox.channel import ByteReader
+from sandbox.errors import PolicyError
 from sandbox.resident import ByteWriter
 from sandbox.types import Capabilities, Limits, SandboxSpec
 
+if TYPE_CHECKING:
+    from sandbox.egress.gate import Gate
+
+AUTO = ("docker", "bubblewrap")
+"""What `auto` stands for: the first that is there. Others differ too much to be had unasked."""
+
 COMMAND_UID = 60000
 """The user of commands; Python commands have one each of those that follow."""
+
+DOOR = "/run/tempering.sock"
+"""Where a sandbox with a network finds its door (`sandbox.egress.gate.door_of`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +32,8 @@ class Started:
     """A sandbox that runs: its agent's streams, how to end it, and how often the kernel killed for memory.
 
     `pause` stops (True) all its processes or lets them go on; None where the backend cannot. `groups` gives
-    the folders of its control groups by controller, as far as there are any.
+    the folders of its control groups by controller, as far as there are any. `gate` is its network, if it has
+    one; no backend makes that.
     """
 
     reader: ByteReader
@@ -31,6 +42,24 @@ class Started:
     oom_kills: Callable[[], int]
     pause: Callable[[bool], Awaitable[None]] | None = None
     groups: Callable[[], Mapping[str, Path]] = dict[str, Path]
+    gate: Gate | None = None
+
+
+def refuse_layers(backend: str, spec: SandboxSpec, *, images: bool = False) -> None:
+    """Returns when `spec` asks for none of the things that only layers give.
+
+    Raises:
+        PolicyError: It does.
+    """
+    asked = {
+        "images": "" if images else spec.image,
+        "workspaces": spec.workspace,
+        "toolkits": spec.toolkit,
+        "disks": spec.limits.disk_bytes,
+    }
+    for what, which in asked.items():
+        if which:
+            raise PolicyError(f"the {backend} backend has no {what} (asked for {which!r}); try bubblewrap")
 
 
 class Backend(Protocol):
@@ -68,7 +97,9 @@ class Backend(Protocol):
         ...
 
 
-def agent_command(folder: str, limits: Limits, *, uid: int | None, alone: bool) -> list[str]:
+def agent_command(
+    folder: str, limits: Limits, *, uid: int | None, alone: bool, network: bool = False, fresh: bool = False
+) -> list[str]:
     """Returns the interpreter's arguments that start the agent found at `folder`/agent.
 
     Args:
@@ -76,10 +107,16 @@ def agent_command(folder: str, limits: Limits, *, uid: int | None, alone: bool) 
         limits: Of the sandbox; those that the kernel keeps per process are passed on.
         uid: The first user of commands, or None to run them as the agent's.
         alone: Whether no control group holds memory and processes, so that limits per process must do.
+        network: Whether there is a door to hand a listener through.
+        fresh: Whether each command has namespaces and folders of its own, which the agent must be let make.
     """
     rlimits = {"NOFILE": limits.open_files, "FSIZE": limits.tmpfs_bytes, "CORE": 0, "MEMLOCK": 1 << 16}
     if alone:
         rlimits |= {"AS": limits.memory_bytes, "NPROC": limits.pids}
-    config = json.dumps({"uid": uid, "rlimits": rlimits, "seccomp": seccomp.program()})
+    door = DOOR if network else ""
+    sized = f"mode=1777,size={limits.tmpfs_bytes},nr_inodes={limits.tmpfs_inodes}" if fresh else ""
+    config = json.dumps(
+        {"uid": uid, "rlimits": rlimits, "seccomp": seccomp.program(), "door": door, "fresh": sized}
+    )
     start = f"import sys; sys.path.insert(0, {folder!r}); from agent.agent import main; main()"
     return ["-I", "-S", "-c", start, config]

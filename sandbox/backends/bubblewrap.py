@@ -14,8 +14,10 @@ import sys
 from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 
-from sandbox.backends.base import COMMAND_UID, Started, agent_command
+from sandbox.backends.base import COMMAND_UID, DOOR, Started, agent_command
 from sandbox.backends.cgroups import Cgroup, controllers, leave, sweep
+from sandbox.egress import jail
+from sandbox.egress.doors import door_of
 from sandbox.errors import InfrastructureError, PolicyError
 from sandbox.toolkit import AGENT, build
 from sandbox.types import Capabilities, Limits, SandboxSpec
@@ -64,6 +66,7 @@ class Bubblewrap:
             inode_limit=False,
             separate_users=os.geteuid() == 0,
             pause="freezer" in held,
+            network=not jail.lacking(),
         )
 
     async def start(self, box_id: str, owner: str, spec: SandboxSpec) -> Started:
@@ -79,9 +82,9 @@ class Bubblewrap:
             )
         if self._agent is AGENT and self._state_dir is not None:
             self._agent = await asyncio.to_thread(build, self._state_dir / "toolkit", _interpreter()[0])
-        cgroup = Cgroup.create(box_id, spec.limits)
+        cgroup = Cgroup.create(box_id, spec.limits, latency=spec.latency)
         try:
-            process = await self._spawn(cgroup, spec.limits)
+            process = await self._spawn(cgroup, spec.limits, self._door(box_id, spec))
         except OSError as error:
             await cgroup.remove()
             raise InfrastructureError(f"bwrap could not be started: {error}") from error
@@ -106,9 +109,12 @@ class Bubblewrap:
             stdout, stdin, kill, oom_kills, pause if cgroup.freezes else None, lambda: cgroup.folders
         )
 
-    async def _spawn(self, cgroup: Cgroup, limits: Limits) -> asyncio.subprocess.Process:
+    def _door(self, box_id: str, spec: SandboxSpec) -> Path | None:
+        return door_of(self._state_dir, box_id) if spec.network and self._state_dir else None
+
+    async def _spawn(self, cgroup: Cgroup, limits: Limits, door: Path | None) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
-            *cgroup.wrap(_arguments(limits, self._agent)),
+            *cgroup.wrap(_arguments(limits, self._agent, door)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
@@ -159,13 +165,15 @@ def _system() -> Iterator[str]:
     yield from ("--proc", "/proc", "--dev", "/dev")
 
 
-def _arguments(limits: Limits, agent: Path) -> Iterator[str]:
+def _arguments(limits: Limits, agent: Path, door: Path | None) -> Iterator[str]:
     interpreter, extra = _interpreter()
     yield from _namespaces()
     yield from _system()
     yield from extra
     for path in ("/tmp", "/workspace", "/dev/shm"):
         yield from ("--size", str(limits.tmpfs_bytes), "--perms", "1777", "--tmpfs", path)
+    if door is not None:
+        yield from ("--ro-bind", str(door), DOOR)
     yield from (
         "--ro-bind",
         str(agent),
@@ -180,7 +188,9 @@ def _arguments(limits: Limits, agent: Path) -> Iterator[str]:
     alone = not {"memory", "pids"} <= controllers()
     yield from (
         interpreter,
-        *agent_command(_AGENT_AT, limits, uid=COMMAND_UID if root else None, alone=alone),
+        *agent_command(
+            _AGENT_AT, limits, uid=COMMAND_UID if root else None, alone=alone, network=door is not None
+        ),
     )
 
 

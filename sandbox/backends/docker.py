@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +22,9 @@ import docker.types
 import requests.exceptions
 
 from sandbox.backends import cgroups
-from sandbox.backends.base import COMMAND_UID, Started, agent_command
+from sandbox.backends.base import COMMAND_UID, DOOR, Started, agent_command
+from sandbox.egress import jail
+from sandbox.egress.doors import door_of
 from sandbox.errors import InfrastructureError, ProtocolError
 from sandbox.images import AGENT_FOLDER, ImageError, ensure_image
 from sandbox.types import Capabilities, Limits, SandboxSpec
@@ -29,7 +32,11 @@ from sandbox.types import Capabilities, Limits, SandboxSpec
 STATE_DIR, OWNER, BOX = "tempering.state_dir", "tempering.owner", "tempering.sandbox"
 _STREAM_HEADER = struct.Struct("!BxxxI")
 _STDOUT, _STDERR = 1, 2
+_PAUSE_TRIES, _PAUSE_RETRY_S = 5, 0.05
 _MAX_CHUNK = 1 << 20
+_LEAST_SHARES = 2
+"""The least weight of a container, 1024 as a rule; with version 2 the engine sets `cpu.weight` 1."""
+
 _UNREACHABLE = (docker.errors.DockerException, requests.exceptions.RequestException)
 
 
@@ -62,6 +69,7 @@ class Docker:
             inode_limit=True,
             separate_users=True,
             pause=True,
+            network=not jail.lacking(),
         )
 
     async def start(self, box_id: str, owner: str, spec: SandboxSpec) -> Started:
@@ -94,7 +102,7 @@ class Docker:
 
         async def pause(stop: bool) -> None:
             try:
-                await asyncio.to_thread(container.pause if stop else container.unpause)
+                await asyncio.to_thread(_pause if stop else _unpause, container)
             except _UNREACHABLE as error:
                 raise InfrastructureError(f"Docker did not pause or resume: {_first_line(error)}") from error
 
@@ -150,13 +158,21 @@ class Docker:
         return self._client
 
     def _create(self, box_id: str, owner: str, spec: SandboxSpec, image: str) -> Any:
+        network = bool(spec.network)
+        agent = agent_command(AGENT_FOLDER, spec.limits, uid=COMMAND_UID, alone=False, network=network)
         return self._connect().containers.create(
             image,
-            ["/usr/bin/python3", *agent_command(AGENT_FOLDER, spec.limits, uid=COMMAND_UID, alone=False)],
+            ["/usr/bin/python3", *agent],
+            mounts=[self._door(box_id)] if network else [],
             name=f"tempering-{box_id}",
             labels={**spec.labels, STATE_DIR: str(self._state_dir), OWNER: owner, BOX: box_id},
+            cpu_shares=_LEAST_SHARES if spec.latency == "best_effort" else 1024,
             **hardening(spec.limits),
         )
+
+    def _door(self, box_id: str) -> docker.types.Mount:
+        assert self._state_dir is not None
+        return docker.types.Mount(DOOR, str(door_of(self._state_dir, box_id)), type="bind", read_only=True)
 
     def _reclaim(self, state_dir: Path) -> list[str]:
         removed: list[str] = []
@@ -230,6 +246,22 @@ def _tmpfs(limits: Limits) -> str:
 def _ulimits(limits: Limits) -> Iterator[docker.types.Ulimit]:
     for name, value in (("nofile", max(limits.open_files, 1024)), ("core", 0), ("fsize", limits.tmpfs_bytes)):
         yield docker.types.Ulimit(name=name, soft=value, hard=value)
+
+
+def _pause(container: Any) -> None:
+    """Pauses a container; a runtime that cannot freeze it at once (its processes fork) is asked again."""
+    for left in reversed(range(_PAUSE_TRIES)):
+        try:
+            container.pause()
+            return
+        except docker.errors.APIError as error:
+            if not left or "unable to freeze" not in str(error):
+                raise
+        time.sleep(_PAUSE_RETRY_S)
+
+
+def _unpause(container: Any) -> None:
+    container.unpause()
 
 
 def _attach(container: Any) -> Any:

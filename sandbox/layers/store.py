@@ -75,7 +75,9 @@ class LayerStore:
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:
-            raise LayerError(f"the record of layer {digest} is damaged: remove it, and build it again") from error
+            raise LayerError(
+                f"the record of layer {digest} is damaged: remove it, and build it again"
+            ) from error
         if kind is not None and layer.kind is not kind:
             raise LayerError(f"{reference} is a {layer.kind} layer, and a {kind} layer was asked for")
         return layer
@@ -91,7 +93,9 @@ class LayerStore:
         what = f"{kind} layer" if kind else "layer"
         near = sorted(name for k, names in self.names().items() if kind in (None, k) for name in names)
         known = f"there are {', '.join(near[:10])}" if near else "there is none"
-        raise LayerError(f"there is no {what} {reference!r} in {self.folder}; {known} (`temper sandbox layer`)")
+        raise LayerError(
+            f"there is no {what} {reference!r} in {self.folder}; {known} (`temper sandbox layer`)"
+        )
 
     def all(self) -> Iterator[Layer]:
         """Yields every layer, with a name or without.

@@ -135,7 +135,9 @@ def settle(root: Path, kind: Kind) -> None:
             _empty(root / name)
     for found in walk(root):
         if found.kind == "special" or (found.kind == "whiteout" and kind is Kind.BASE):
-            raise LayerError(f"/{found.path} is a device, pipe or socket; a layer has files, folders and links")
+            raise LayerError(
+                f"/{found.path} is a device, pipe or socket; a layer has files, folders and links"
+            )
         if found.path in _PLACES and found.kind != "dir":
             raise LayerError(f"/{found.path} is no folder; a sandbox mounts something there or below")
         _settle(found)

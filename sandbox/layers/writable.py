@@ -159,7 +159,9 @@ def disk(mounts: Path, limits: Limits) -> Generator[str]:
             path.unlink()
             yield device
     except FileNotFoundError as error:
-        raise InfrastructureError(f"{error.filename} is missing: as root, apt-get install e2fsprogs") from error
+        raise InfrastructureError(
+            f"{error.filename} is missing: as root, apt-get install e2fsprogs"
+        ) from error
     except OSError as error:
         raise InfrastructureError(f"no disk for a sandbox: {error}") from error
     finally:
