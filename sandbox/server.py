@@ -137,6 +137,11 @@ class Front:
         """
         return await self._operations[header["op"]](who, header, body, sink)
 
+    def health(self) -> dict[str, Any]:
+        """Returns whether any node answers, and how many do."""
+        up = len(self._nodes) - len(self._down())
+        return {"ok": up > 0, "nodes": len(self._nodes), "up": up}
+
     def node_samples(self) -> Iterator[tuple[tuple[str, ...], float]]:
         """Yields what is known of the nodes, for the metrics."""
         for name, view in self.placer.nodes.items():

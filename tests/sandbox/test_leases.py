@@ -131,20 +131,20 @@ async def connect(state_dir: Path, lease_s: float = 60.0, backend: str = "bubble
 
 async def killed(fleet: Fleet) -> None:
     os.kill(fleet.node_pid, signal.SIGKILL)
-    while psutil.pid_exists(fleet.node_pid):
+    while psutil.pid_exists(fleet.node_pid):  # noqa: ASYNC110
         await asyncio.sleep(0.02)
     await fleet.close()
 
 
 @pytest.mark.parametrize(
-    "backend", ["bubblewrap", pytest.param("docker", marks=[pytest.mark.docker, pytest.mark.slow])]
+    "kind", ["bubblewrap", pytest.param("docker", marks=[pytest.mark.docker, pytest.mark.slow])]
 )
-async def test_a_key_outlives_the_node(own: Path, backend: str) -> None:
-    fleet = await connect(own, backend=backend)
+async def test_a_key_outlives_the_node(own: Path, kind: str) -> None:
+    fleet = await connect(own, backend=kind)
     box = await fleet.create(SMALL, key="task 7")
     assert (await box.exec("echo x >> count; cat count")).stdout == b"x\n"
     await killed(fleet)
-    async with await connect(own, backend=backend) as fleet:
+    async with await connect(own, backend=kind) as fleet:
         first, second = await asyncio.gather(*(fleet.create(SMALL, key="task 7") for _ in range(2)))
         assert first.id == second.id == box.id and (first.generation, second.generation) == (2, 2)
         assert (await first.exec("cat count")).stdout == b"x\n"  # made anew from its journal, once
