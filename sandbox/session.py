@@ -47,6 +47,7 @@ class Session:
             "snapshots": self._snapshots, "forget": self._forget, "release": self._release,
             "owners": self._owners,
             "load": self._load, "claim": self._claim, "warm": self._warm, "hold_back": self._hold_back,
+            "keep_warm": self._keep_warm,
             "top": self._top, "describe": self._describe, "denials": self._denials,
         }  # fmt: skip
 
@@ -136,12 +137,17 @@ class Session:
 
     async def _warm(self, header: Header, body: bytes) -> _Reply:
         """Keeps sandboxes ready: for the owner, or for the operator when the client speaks for nobody."""
+        shares = shares_from(header.get("shares", ()))
         spec, count = spec_from(header["spec"]), int(header["count"])
         backend = await self._backend(header, spec)
-        return (await self._node.warm.want(self._owner, backend, spec, count)).about(), b""
+        return (await self._node.warm.want(self._owner, backend, spec, count, shares)).about(), b""
 
     async def _backend(self, header: Header, spec: SandboxSpec) -> str:
         return (await self._node.pick(spec.backend)).name if spec.backend else str(header["backend"])
+
+    async def _keep_warm(self, header: Header, body: bytes) -> _Reply:
+        self._node.warm.keep(header["pools"])
+        return {}, b""
 
     async def _hold_back(self, header: Header, body: bytes) -> _Reply:
         self._node.warm.hold_back(bool(header["on"]))
