@@ -9,18 +9,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 from aiohttp import web
 
 from sandbox.audit import Audit
 from sandbox.e2b import filesystem, processes, transfer
 from sandbox.e2b.access import Keys
-from sandbox.e2b.connect import answer_stream, check_type, deadline_of, parse, read_body, read_messages
+from sandbox.e2b.connect import (
+    Message,
+    answer_stream,
+    check_type,
+    deadline_of,
+    once,
+    only_message,
+    parse,
+    read_body,
+)
 from sandbox.e2b.control import Control, unoffered
 from sandbox.e2b.inside import Doors, Inside
 from sandbox.e2b.link import LEASE_S, OWNER, Watched
-from sandbox.e2b.status import BAD, BROKEN, GONE, UNAUTHENTICATED, E2BError, refusal, said, said_inside
+from sandbox.e2b.status import BAD, GONE, SLOW, UNAUTHENTICATED, E2BError, refusal, said, said_inside
 from sandbox.e2b.templates import Template
 from sandbox.errors import SandboxError
 from sandbox.server import Front
@@ -98,7 +107,7 @@ class E2BFront:
         rpc = request.content_type.startswith("application/") and request.path.startswith(_AGENT[:2])
         try:
             if not agent:
-                request["who"] = self._keys.caller(request.headers.get("X-API-Key", ""))
+                self._keys.caller(request.headers.get("X-API-Key", ""))
             elif not request.headers.get("X-Access-Token"):
                 raise E2BError(UNAUTHENTICATED, "this needs the access token (X-Access-Token) of the sandbox")
             else:
@@ -131,22 +140,25 @@ class E2BFront:
 
         return serve
 
-    def _stream(self, handler: Callable[..., object]) -> _Handler:
+    def _stream(self, handler: Callable[..., AsyncIterator[Message]]) -> _Handler:
         async def serve(request: web.Request) -> web.StreamResponse:
             check_type(request, stream=True)
+            deadline_s, message = deadline_of(request), await only_message(request)
             inside = await self._doors.open(request)
-            return await answer_stream(request, inside.box.id, handler(inside, request), deadline_of(request))
+            return await answer_stream(request, inside.box.id, handler(inside, request, message), deadline_s)
 
         return serve
 
     async def _input(self, request: web.Request) -> web.StreamResponse:
         check_type(request, stream=True)
-        inside = await self._doors.open(request)
-
-        async def once():
-            yield await processes.stream_input(inside, request)
-
-        return await answer_stream(request, inside.box.id, once(), deadline_of(request))
+        deadline_s, inside = deadline_of(request), await self._doors.open(request)
+        # A client stops sending once an answer has begun: all of it is taken first.
+        try:
+            async with asyncio.timeout(deadline_s):
+                said = await processes.stream_input(inside, request)
+        except TimeoutError as error:
+            raise E2BError(SLOW, f"the input took longer than the {deadline_s} s it was given") from error
+        return await answer_stream(request, inside.box.id, once(said), None)
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
         inside = await self._doors.open(request)
