@@ -16,7 +16,7 @@ from sandbox.channel import ByteReader, Header, encode, read_frame
 from sandbox.errors import InfrastructureError, PolicyError, ProtocolError, SandboxError, to_wire
 from sandbox.policy import Network
 from sandbox.recovery import Claim
-from sandbox.shapes import MAX_LEASE_S, MAX_LIFE_S, check_spec, check_time
+from sandbox.shapes import MAX_LEASE_S, MAX_LIFE_S, check_forks, check_spec, check_time
 from sandbox.shares import shares_from
 from sandbox.types import Limits, SandboxSpec
 from sandbox.usage import rows
@@ -213,7 +213,8 @@ class Session:
 
     async def _fork(self, header: Header, body: bytes) -> _Reply:
         shares = shares_from(header.get("shares", ()))
-        made = await self._node.births.fork(self._owner, header["box"], int(header["count"]), shares)
+        count = check_forks(header["count"])
+        made = await self._node.births.fork(self._owner, header["box"], count, shares)
         return {"boxes": [box.id for box in made], "about": [self._about(box) for box in made]}, b""
 
     async def _close(self, header: Header, body: bytes) -> _Reply:

@@ -14,7 +14,7 @@ import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 
 from sandbox.backends import userns
@@ -108,7 +108,11 @@ class Function:
             await cgroup.remove()
             await process.wait()
 
-        return Started(stdout, stdin, kill, oom_kills)
+        return Started(stdout, stdin, kill, oom_kills, groups=lambda: cgroup.folders)
+
+    async def reap(self, held: Callable[[], Set[str]]) -> list[str]:
+        """Workers are what runs in their control groups, of which the node's reaper takes care."""
+        return []
 
     async def reclaim(self, state_dir: Path) -> list[str]:
         """Workers die with their node (`--die-with-parent`); only control groups can be left."""
