@@ -114,10 +114,6 @@ class Function:
         """Workers are what runs in their control groups, of which the node's reaper takes care."""
         return []
 
-    async def reap(self, held: Callable[[], Set[str]]) -> list[str]:
-        """Workers are what runs in their control groups, of which the node's reaper takes care."""
-        return []
-
     async def reclaim(self, state_dir: Path) -> list[str]:
         """Workers die with their node (`--die-with-parent`); only control groups can be left."""
         return await asyncio.to_thread(sweep)
