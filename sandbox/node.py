@@ -109,6 +109,7 @@ class Node:
             if left := await backend.reclaim(self.state_dir):
                 _LOG.warning("removed what an earlier node left: %s", ", ".join(left))
         self.snapshots.sweep()
+        self.journals.drop_unbegun()
         await self.leases.drop(lambda lease: lease.journal and not self.journals.has(lease.sandbox))
         for one in self._wanted:
             await self.warm.want(OPERATOR, one.backend, one.spec, one.count)
