@@ -24,6 +24,7 @@ import aiohttp
 
 from sandbox.backends.base import AUTO
 from sandbox.channel import Header
+from sandbox.demands import demand_of, operate, owner_of, signed
 from sandbox.errors import (
     BackendMissingError,
     InfrastructureError,
@@ -37,7 +38,6 @@ from sandbox.groups import Groups
 from sandbox.node_list import changed, read_nodes
 from sandbox.placement import Demand, NodeView, Placer, Room
 from sandbox.quotas import Ledger
-from sandbox.requests import demand_of, operate, owner_of, signed
 from sandbox.session import spec_from
 from sandbox.shapes import check_forks
 from sandbox.tokens import Access, Principal
@@ -138,6 +138,11 @@ class Front:
         """
         return await self._operations[header["op"]](who, header, body, sink)
 
+    def health(self) -> dict[str, Any]:
+        """Returns whether any node answers, and how many do."""
+        up = len(self._nodes) - len(self._down())
+        return {"ok": up > 0, "nodes": len(self._nodes), "up": up}
+
     def node_samples(self) -> Iterator[tuple[tuple[str, ...], float]]:
         """Yields what is known of the nodes, for the metrics."""
         for name, view in self.placer.nodes.items():
@@ -225,10 +230,7 @@ class Front:
         return await self._send(name, room, who, header, body, sink)
 
     async def _create(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
-        spec = spec_from(header["spec"])
-        if spec.backend:
-            header = {**header, "backend": self._resolve(spec.backend)}
-        demand = demand_of(spec, str(header["backend"]))
+        demand, header = self._asked(header)
         await self._charge(who, demand.room)
         if snapshot := header.get("snapshot"):
             node = self._node(node_of(str(snapshot)))
@@ -287,8 +289,15 @@ class Front:
         )
         return next(there, None)
 
+    def _asked(self, header: Header) -> tuple[Demand, Header]:
+        """Returns what a request needs of a node, and the request with the backend that it stands for."""
+        spec = spec_from(header["spec"])
+        if spec.backend:
+            header = {**header, "backend": self._resolve(spec.backend)}
+        return demand_of(spec, str(header["backend"])), header
+
     async def _claim(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
-        demand = demand_of(spec_from(header["spec"]), str(header["backend"]))
+        demand, header = self._asked(header)
         room = Room().plus(demand.room, size(header["count"], "claim"))
         names = None
         if header.get("key"):
@@ -307,7 +316,7 @@ class Front:
         return await self._groups.claim(demand, header, self._down(), names, send)
 
     async def _warm(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
-        demand = demand_of(spec_from(header["spec"]), str(header["backend"]))
+        demand, header = self._asked(header)
         owner = f"{who.project}:{owner_of(header)}"
         name = self._groups.home(demand, header, owner, self._down())
         return await self._node(name).caller.request(self._shared(name, who, header), body, sink)

@@ -108,7 +108,7 @@ class Plan:
         trusted: Tests and configuration that are put over the agent's files, by path below `root`.
         limits: Of the diff.
         spec: The verifier's box, without a network; its image and layers are to be ones that no agent wrote.
-        start_s: How long the box, the interpreter, and a test framework may each take to start. Running out of
+        start_s: How long the box, the interpreter and a test framework may each take to start. Running out of
             it is infrastructure.
         timeout_s: How long the tests may take. Running out of it is a failure.
         attempts: How often it is tried when the infrastructure fails.
