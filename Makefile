@@ -26,6 +26,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(VENV)/.installed-dev
+	$(PIP) -e '.[dev,bench]'
 	$(BIN)/python -m pytest -m "benchmark and not gpu" -s $(ARGS)
 
 coverage: $(VENV)/.installed-dev

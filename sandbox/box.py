@@ -27,6 +27,7 @@ from sandbox.outcome import FIELDS, Outcome
 from sandbox.policy import Denial
 from sandbox.recovery import Claim, Recorder, Replay, replay
 from sandbox.resident import STATE, Resident, Sink, check_result
+from sandbox.shapes import check_command
 from sandbox.types import Capabilities, ExecResult, SandboxSpec
 
 _PROCESSES_A_COMMAND = 8
@@ -38,11 +39,11 @@ OPERATIONS = frozenset(
 )
 """What a caller can have the agent do, besides what `Background` does."""
 
-CALLS = frozenset({"exec", "python"})
-"""Of these, what a sandbox without state can do."""
-
 _PHASE = "phase"
 """What the node itself does, in the sequence of the others."""
+
+CALLS = frozenset({"exec", "python"})
+"""Of these, what a sandbox without state can do."""
 
 _UNRECORDED = frozenset({"pack"})
 """Trees go out as they are at that time, and are too large for a journal."""
@@ -151,6 +152,7 @@ class Box:
         known = OPERATIONS | Background.OPERATIONS | {_PHASE}
         if command["op"] not in known:
             raise PolicyError(f"there is no command {command['op']!r}, only {', '.join(sorted(known))}")
+        check_command(command)
         if not self.capabilities.stateful and (command["op"] not in CALLS or command.get("state")):
             raise PolicyError(
                 f"a {self.backend} sandbox keeps nothing between calls (stateful), so that it has no files, "
@@ -241,6 +243,7 @@ class Box:
 
         Raises:
             PolicyError: The backend cannot.
+            InfrastructureError: It did not happen; the sandbox goes on.
         """
         async with self.pausing:
             if self.started.pause is None:
@@ -248,7 +251,11 @@ class Box:
             if not self.resident.clocks.held:
                 await self.resident.request({"op": "hold"}, timeout_s=_ASK_S)
                 self.resident.clocks.hold()
-                await self.started.pause(True)
+                try:
+                    await self.started.pause(True)
+                except InfrastructureError:
+                    await self._go_on()
+                    raise
                 self.held_at = time.monotonic()
             self.used = time.monotonic()
 
@@ -257,9 +264,8 @@ class Box:
         async with self.pausing:
             if self.resident.clocks.held and self.started.pause is not None:
                 await self.started.pause(False)
-                self.resident.clocks.go_on()
                 self.end, self.held_at = self.end + time.monotonic() - self.held_at, 0.0
-                await self.resident.request({"op": "go_on"}, timeout_s=_ASK_S)
+                await self._go_on()
             self.used = time.monotonic()
 
     def check_snapshots(self) -> None:
@@ -270,6 +276,10 @@ class Box:
         """
         if not self.capabilities.disk_snapshot:
             raise PolicyError(f"a {self.backend} sandbox has no snapshots (disk_snapshot)")
+
+    async def _go_on(self) -> None:
+        self.resident.clocks.go_on()
+        await self.resident.request({"op": "go_on"}, timeout_s=_ASK_S)
 
     @asynccontextmanager
     async def quiet(self) -> AsyncGenerator[int]:

@@ -23,10 +23,11 @@ from sandbox.errors import InfrastructureError
 from sandbox.types import Latency, Limits
 
 _ROOT = Path("/sys/fs/cgroup")
+_SANDBOX = re.compile(r"[0-9a-f]{8}-[0-9a-f]{12}(-g[0-9]+)?")
 _PARENT, _IDLE_PARENT = "tempering", "tempering-idle"
 _IDLE = (("cpu.idle", 1), ("cpu.weight", 1), ("cpu.shares", 2))
 """In order of preference; a group that is idle has no weight to be set."""
-_SANDBOX = re.compile(r"[0-9a-f]{8}-[0-9a-f]{12}(-g[0-9]+)?")
+
 _PERIOD_US = 100_000
 _REMOVE_S, _FREEZE_S = 5.0, 5.0
 
@@ -86,7 +87,11 @@ class Cgroup:
 
     async def remove(self) -> None:
         """Ends what is left in the groups and removes them; one that cannot be is left to `sweep`."""
-        await asyncio.to_thread(remove_groups, sorted(set(self.folders.values())))
+        await asyncio.to_thread(self.end)
+
+    def end(self) -> None:
+        """Does what `remove` does, and blocks."""
+        remove_groups(sorted(set(self.folders.values())))
 
 
 def container_groups(container: str, root: Path = _ROOT) -> dict[str, Path]:
@@ -156,7 +161,9 @@ def sweep(root: Path = _ROOT) -> list[str]:
     """Removes the groups of nodes that do not live any more, with what runs in them; returns their names."""
     left: set[str] = set()
     for node in _nodes(root):
-        if not _alive(node.name):
+        if _alive(node.name):
+            continue
+        with contextlib.suppress(FileNotFoundError):  # another node that starts removes them too
             boxes = [path for path in node.glob("*") if path.is_dir()]
             left |= {path.name for path in boxes}
             with contextlib.suppress(OSError):  # another node that starts removes it too

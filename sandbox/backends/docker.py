@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import Any, cast
@@ -26,13 +27,15 @@ from sandbox.egress import jail
 from sandbox.egress.doors import door_of
 from sandbox.errors import InfrastructureError, PolicyError, ProtocolError
 from sandbox.images import AGENT_FOLDER, ImageError, ensure_image
+from sandbox.layers.compose import Composer
+from sandbox.layers.containers import ContainerRoots, Layered
 from sandbox.types import Capabilities, Limits, SandboxSpec
 
 STATE_DIR, OWNER, BOX = "tempering.state_dir", "tempering.owner", "tempering.sandbox"
 _STREAM_HEADER = struct.Struct("!BxxxI")
 _STDOUT, _STDERR = 1, 2
+_PAUSE_TRIES, _PAUSE_RETRY_S = 5, 0.05
 _MAX_CHUNK = 1 << 20
-_FREEZES = 5
 _LEAST_SHARES = 2
 """The least weight of a container, 1024 as a rule; with version 2 the engine sets `cpu.weight` 1."""
 
@@ -44,8 +47,9 @@ class Docker:
 
     name = "docker"
 
-    def __init__(self, state_dir: Path | None = None) -> None:
-        self._state_dir = state_dir
+    def __init__(self, state_dir: Path | None = None, composer: Composer | None = None) -> None:
+        self._state_dir, self._composer = state_dir, composer
+        self._roots = ContainerRoots(composer, state_dir / "toolkit") if composer and state_dir else None
         self._client: Any = None
         self._image: str = ""
         self._remapped = False
@@ -72,19 +76,27 @@ class Docker:
             separate_users=True,
             pause=True,
             network=not jail.lacking() and not self._remapped,
+            layers=self._composer is not None and not self._composer.missing(),
         )
 
     async def start(self, box_id: str, owner: str, spec: SandboxSpec) -> Started:
         """Starts one container.
 
         Raises:
-            PolicyError: A layer was asked for, or the engine does not have the image.
+            PolicyError: A disk was asked for, layers that do not go together or cannot be mounted here, or an
+                image that the engine does not have.
+            LayerError: A layer is not there or damaged.
             InfrastructureError: The engine refused.
         """
-        refuse_layers(self.name, spec, images=True)
+        refuse_layers(self.name, SandboxSpec(limits=spec.limits) if self._roots else spec, images=True)
         container: Any = None
+        layered: Layered | None = None
         try:
-            container = await self._container(box_id, owner, spec)
+            image = spec.image or await self._built_in()
+            if self._roots and await asyncio.to_thread(self._roots.wanted, spec):
+                connection = await asyncio.to_thread(self._connect)
+                layered = await asyncio.to_thread(self._roots.prepare, connection, box_id, spec, image)
+            container = await self._container(box_id, owner, spec, image, layered)
             stream = await asyncio.to_thread(_attach, container)
             reader, writer = await asyncio.open_connection(sock=_socket_of(stream), limit=1 << 22)
             await asyncio.to_thread(container.start)
@@ -92,6 +104,8 @@ class Docker:
             if container is not None:
                 with contextlib.suppress(*_UNREACHABLE):  # then the reaper finds it when the engine is back
                     await asyncio.to_thread(_remove, container)
+            if layered is not None:
+                await asyncio.to_thread(layered.release)
             raise InfrastructureError(f"Docker did not start the sandbox: {_first_line(error)}") from error
         groups = await asyncio.to_thread(_groups, container)
         oom_kills = cgroups.OomCounter(groups.get("memory"))
@@ -104,18 +118,20 @@ class Docker:
             ):  # the agent ends with its channel, and the container then
                 await asyncio.to_thread(_remove, container)
             stream.close()
+            if layered is not None:
+                await asyncio.to_thread(layered.release)
 
         async def pause(stop: bool) -> None:
-            for left in reversed(range(_FREEZES)):
-                try:
-                    await asyncio.to_thread(container.pause if stop else container.unpause)
-                    return
-                except _UNREACHABLE as error:
-                    if not left or "freeze" not in str(error):  # which fails now and then on a busy machine
-                        what = f"Docker did not {'pause' if stop else 'resume'}: {_first_line(error)}"
-                        raise InfrastructureError(what) from error
+            try:
+                await asyncio.to_thread(_pause if stop else _unpause, container)
+            except _UNREACHABLE as error:
+                raise InfrastructureError(f"Docker did not pause or resume: {_first_line(error)}") from error
 
-        return Started(Demultiplexed(reader), writer, kill, oom_kills, pause, lambda: groups)
+        writable, started = (layered.writable, layered.spec) if layered else (None, None)
+        return Started(
+            Demultiplexed(reader), writer, kill, oom_kills, pause, lambda: groups,
+            writable=writable, spec=started,
+        )  # fmt: skip
 
     async def reclaim(self, state_dir: Path) -> list[str]:
         """Removes the containers that an earlier node of this folder left, by label."""
@@ -130,9 +146,13 @@ class Docker:
             return []
         try:
             there = await asyncio.to_thread(self._labelled)
+            mounted = self._roots.places() if self._roots else []
             stray = {box: container for box, container in there.items() if box not in held()}
             for container in stray.values():
                 await asyncio.to_thread(self._remove_by_id, container)
+            for place in mounted:
+                if self._roots and place not in held():
+                    await asyncio.to_thread(self._roots.unmount, place)
         except _UNREACHABLE as error:
             raise InfrastructureError(f"Docker did not list or remove: {_first_line(error)}") from error
         return sorted(stray)
@@ -152,17 +172,19 @@ class Docker:
         if self._client is not None:
             self._client.close()
 
-    async def _container(self, box_id: str, owner: str, spec: SandboxSpec) -> Any:
+    async def _container(
+        self, box_id: str, owner: str, spec: SandboxSpec, image: str, layered: Layered | None
+    ) -> Any:
         try:
-            image = spec.image or await self._built_in()
-            return await asyncio.to_thread(self._create, box_id, owner, spec, image)
+            return await asyncio.to_thread(self._create, box_id, owner, spec, image, layered)
         except docker.errors.ImageNotFound as error:
+            if layered is not None:
+                raise
             if spec.image:
-                raise PolicyError(
-                    f"the engine has no image {spec.image!r}: docker pull it, or load it"
-                ) from error
+                raise PolicyError(f"the engine has no image {image!r}: docker pull it, or load it") from error
         self._image = ""  # somebody has removed it
-        return await asyncio.to_thread(self._create, box_id, owner, spec, await self._built_in())
+        image = await self._built_in()
+        return await asyncio.to_thread(self._create, box_id, owner, spec, image, layered)
 
     async def _built_in(self) -> str:
         async with self._making:
@@ -179,17 +201,23 @@ class Docker:
             self._client = client
         return self._client
 
-    def _create(self, box_id: str, owner: str, spec: SandboxSpec, image: str) -> Any:
-        network = bool(spec.network)
-        agent = agent_command(AGENT_FOLDER, spec.limits, uid=COMMAND_UID, alone=False, network=network)
+    def _create(self, box_id: str, owner: str, spec: SandboxSpec, image: str, layered: Layered | None) -> Any:
+        network, settings = bool(spec.network), hardening(spec.limits)
+        if layered is not None and layered.writable is not None:
+            del settings["tmpfs"]["/workspace"]
+        env = layered.env if layered else {}
+        agent = agent_command(
+            AGENT_FOLDER, spec.limits, uid=COMMAND_UID, alone=False, network=network, env=env
+        )
         return self._connect().containers.create(
-            image,
-            ["/usr/bin/python3", *agent],
+            layered.image if layered else image,
+            [*(layered.interpreter if layered else ["/usr/bin/python3"]), *agent],
+            volumes=layered.volumes if layered else {},
             mounts=[self._door(box_id)] if network else [],
             name=f"tempering-{box_id}",
             labels={**spec.labels, STATE_DIR: str(self._state_dir), OWNER: owner, BOX: box_id},
             cpu_shares=_LEAST_SHARES if spec.latency == "best_effort" else 1024,
-            **hardening(spec.limits),
+            **settings,
         )
 
     def _door(self, box_id: str) -> docker.types.Mount:
@@ -203,6 +231,8 @@ class Docker:
         ):
             _remove(container)
             removed.append(str(container.name))
+        if self._roots is not None:
+            removed += self._roots.reclaim(self._connect())
         return removed
 
 
@@ -268,6 +298,22 @@ def _tmpfs(limits: Limits) -> str:
 def _ulimits(limits: Limits) -> Iterator[docker.types.Ulimit]:
     for name, value in (("nofile", max(limits.open_files, 1024)), ("core", 0), ("fsize", limits.tmpfs_bytes)):
         yield docker.types.Ulimit(name=name, soft=value, hard=value)
+
+
+def _pause(container: Any) -> None:
+    """Pauses a container; a runtime that cannot freeze it at once (its processes fork) is asked again."""
+    for left in reversed(range(_PAUSE_TRIES)):
+        try:
+            container.pause()
+            return
+        except docker.errors.APIError as error:
+            if not left or "unable to freeze" not in str(error):
+                raise
+        time.sleep(_PAUSE_RETRY_S)
+
+
+def _unpause(container: Any) -> None:
+    container.unpause()
 
 
 def _attach(container: Any) -> Any:
