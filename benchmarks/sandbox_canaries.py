@@ -5,8 +5,8 @@
 Each canary has a box, does there what a cheating agent would, and is verified. `naive` says whether a grader
 that runs the tests in the agent's own box and looks at the exit code would have been fooled. An honest
 solution must be scored 1 without a flag by all three kinds of tests. Controls show that canaries are live:
-the history of a repository that was not sealed, and hidden tests whose leak is let pass, are scored 1. The last
-line holds the figures; the exit status is 1 when one slips or is not flagged, or honest work does not pass.
+the history of a repository that was not sealed, and hidden tests whose leak is let pass, are scored 1. The
+last line holds the figures; the exit status is 1 when one slips or is not flagged, or honest work does not pass.
 """
 
 from __future__ import annotations

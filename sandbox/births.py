@@ -416,7 +416,9 @@ class Births:
                 self.undoing.add(name)
                 self._node.later(self._undo(name, starting))
                 raise
-            box = Box(box_id, owner, spec, backend, started, self._node.backends[backend].capabilities())
+            kept = replace(started.spec, labels=spec.labels) if started.spec else spec
+            capabilities = self._node.backends[backend].capabilities()
+            box = Box(box_id, owner, kept, backend, started, capabilities)
             box.name = name
             try:
                 async with asyncio.timeout(_START_TIMEOUT_S):

@@ -84,6 +84,7 @@ class NodeServer:
         labels: Mapping[str, str],
         starts_per_s: float = 0.0,
         absent_s: float = ABSENT_S,
+        most_owners: int = MAX_OWNERS,
         warm: Sequence[Warm] = (),
     ):
         if not name or any(character in name for character in "./: \n") or len(name) > 63:
@@ -91,7 +92,7 @@ class NodeServer:
                 f"a node's name has at most 63 characters and no dot, slash or colon: not {name!r}"
             )
         self.name, self._state_dir, self._labels = name, state_dir.expanduser().absolute(), dict(labels)
-        self._starts_per_s, self._absent_s = starts_per_s, absent_s
+        self._starts_per_s, self._absent_s, self._most_owners = starts_per_s, absent_s, most_owners
         self._warm, self._pools = tuple(warm), bool(warm)
         self._control: Connection | None = None
         self._reaching = asyncio.Lock()
@@ -245,9 +246,9 @@ class NodeServer:
 
     def _admit_owner(self, project: str) -> None:
         """Returns when a project may have one more owner here: each holds a connection to the node."""
-        if sum(name.partition(":")[0] == project for name in self._owners) >= MAX_OWNERS:
+        if sum(name.partition(":")[0] == project for name in self._owners) >= self._most_owners:
             raise RefusedError(
-                f"{MAX_OWNERS} owners of project {project} are on node {self.name} already: "
+                f"{self._most_owners} owners of project {project} are on node {self.name} already: "
                 "share one, or wait until some have gone",
                 "busy",
             )
@@ -306,9 +307,9 @@ class NodeServer:
             "sandboxes": used.sandboxes,
             "memory_bytes": used.memory_bytes,
             "starting": load["starting"],
+            **{f"denied_{reason}": count for reason, count in load["denials"].items()},
             "warm": sum(load["warm"].values()),
             "reaped": load["reaper"]["removed"],
-            **{f"denied_{reason}": count for reason, count in load["denials"].items()},
         }
         owners = {name: Room(*amounts) for name, amounts in load["owners"].items()}
         for flight in self._flights:

@@ -24,7 +24,6 @@ import aiohttp
 
 from sandbox.backends.base import AUTO
 from sandbox.channel import Header
-from sandbox.demands import demand_of, operate, owner_of, signed
 from sandbox.errors import (
     BackendMissingError,
     InfrastructureError,
@@ -38,7 +37,9 @@ from sandbox.groups import Groups
 from sandbox.node_list import changed, read_nodes
 from sandbox.placement import Demand, NodeView, Placer, Room
 from sandbox.quotas import Ledger
+from sandbox.requests import demand_of, operate, owner_of, signed
 from sandbox.session import spec_from
+from sandbox.shapes import check_forks
 from sandbox.tokens import Access, Principal
 from sandbox.types import Capabilities
 from sandbox.warm_spec import size
@@ -222,9 +223,7 @@ class Front:
         return await node.caller.request(signed(who, header), body, sink)
 
     async def _fork(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
-        name, count = node_of(str(header["box"])), int(header["count"])
-        if not 0 < count <= 1024:
-            raise PolicyError(f"a fork makes 1 to 1024 sandboxes, not {count}")
+        name, count = node_of(str(header["box"])), check_forks(header["count"])
         self._node(name)
         room = Room(sandboxes=count)
         await self._charge(who, room)

@@ -16,7 +16,7 @@ from sandbox.channel import ByteReader, Header, encode, read_frame
 from sandbox.errors import InfrastructureError, PolicyError, ProtocolError, SandboxError, to_wire
 from sandbox.policy import Network
 from sandbox.recovery import Claim
-from sandbox.shapes import MAX_LEASE_S, MAX_LIFE_S, check_spec, check_time
+from sandbox.shapes import MAX_LEASE_S, MAX_LIFE_S, check_forks, check_spec, check_time
 from sandbox.shares import shares_from
 from sandbox.types import Limits, SandboxSpec
 from sandbox.usage import rows
@@ -140,15 +140,14 @@ class Session:
         shares = shares_from(header.get("shares", ()))
         spec, count = spec_from(header["spec"]), int(header["count"])
         backend = await self._backend(header, spec)
-        pool = await self._node.warm.want(self._owner, backend, spec, count, shares)
-        return pool.about(), b""
+        return (await self._node.warm.want(self._owner, backend, spec, count, shares)).about(), b""
+
+    async def _backend(self, header: Header, spec: SandboxSpec) -> str:
+        return (await self._node.pick(spec.backend)).name if spec.backend else str(header["backend"])
 
     async def _keep_warm(self, header: Header, body: bytes) -> _Reply:
         self._node.warm.keep(header["pools"])
         return {}, b""
-
-    async def _backend(self, header: Header, spec: SandboxSpec) -> str:
-        return (await self._node.pick(spec.backend)).name if spec.backend else str(header["backend"])
 
     async def _hold_back(self, header: Header, body: bytes) -> _Reply:
         self._node.warm.hold_back(bool(header["on"]))
@@ -214,7 +213,8 @@ class Session:
 
     async def _fork(self, header: Header, body: bytes) -> _Reply:
         shares = shares_from(header.get("shares", ()))
-        made = await self._node.births.fork(self._owner, header["box"], int(header["count"]), shares)
+        count = check_forks(header["count"])
+        made = await self._node.births.fork(self._owner, header["box"], count, shares)
         return {"boxes": [box.id for box in made], "about": [self._about(box) for box in made]}, b""
 
     async def _close(self, header: Header, body: bytes) -> _Reply:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rl.launch.layer_cli import add_layer
+
 _TOKENS = """\
 Tokens come from the environment or from files that only you can read, never from the command line:
   TEMPER_SANDBOX_TOKEN, or TEMPER_SANDBOX_TOKEN_FILE             of a client
@@ -54,6 +56,7 @@ def add_sandbox(
     )
     health.add_argument("--url", required=True, help="of the front or the agent")
     health.add_argument("--wait", type=float, default=0.0, help="seconds to wait until it is well")
+    add_layer(sandbox, parser_class, STATE)
     _add(sandbox, "token", "make_token", "make a token, and its hash for an access file")
 
 

@@ -426,6 +426,7 @@ def main() -> None:
     """Takes the channel off stdin and stdout, so that no command can inherit it, and serves."""
     config: Header = small_json.loads(sys.argv[1])
     config["uid"] = config["uid"] if os.geteuid() == 0 else None
+    config.setdefault("fresh", "")
     confine(config)
     if config.get("door"):
         from .network import hand_over

@@ -38,6 +38,7 @@ def become_command(streams: list[int], uid: int | None, brief: bool, config: Hea
         write_once("/proc/self/oom_score_adj", b"1000")
         for name, value in config["rlimits"].items():
             resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
+        ENVIRONMENT.update(config.get("env") or {})
         os.umask(0o077 if brief and not config["fresh"] else 0o022)
         if config["fresh"] and config["seccomp"]:
             libc.filter_calls(binascii.a2b_base64(config["seccomp"]))

@@ -16,6 +16,7 @@ from sandbox.types import Capabilities, Limits, SandboxSpec
 
 if TYPE_CHECKING:
     from sandbox.egress.gate import Gate
+    from sandbox.layers.writable import Writable
 
 AUTO = ("docker", "bubblewrap")
 """What `auto` stands for: the first that is there. Others differ too much to be had unasked."""
@@ -33,7 +34,8 @@ class Started:
 
     `pause` stops (True) all its processes or lets them go on; None where the backend cannot. `groups` gives
     the folders of its control groups by controller, as far as there are any. `gate` is its network, if it has
-    one; no backend makes that.
+    one; no backend makes that. `writable` is the upper folder of a root of layers. `spec` is what was
+    started: names of layers have become digests.
     """
 
     reader: ByteReader
@@ -43,6 +45,8 @@ class Started:
     pause: Callable[[bool], Awaitable[None]] | None = None
     groups: Callable[[], Mapping[str, Path]] = dict[str, Path]
     gate: Gate | None = None
+    writable: Writable | None = None
+    spec: SandboxSpec | None = None
 
 
 def refuse_layers(backend: str, spec: SandboxSpec, *, images: bool = False) -> None:
@@ -98,7 +102,14 @@ class Backend(Protocol):
 
 
 def agent_command(
-    folder: str, limits: Limits, *, uid: int | None, alone: bool, network: bool = False, fresh: bool = False
+    folder: str,
+    limits: Limits,
+    *,
+    uid: int | None,
+    alone: bool,
+    network: bool = False,
+    fresh: bool = False,
+    env: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Returns the interpreter's arguments that start the agent found at `folder`/agent.
 
@@ -109,14 +120,15 @@ def agent_command(
         alone: Whether no control group holds memory and processes, so that limits per process must do.
         network: Whether there is a door to hand a listener through.
         fresh: Whether each command has namespaces and folders of its own, which the agent must be let make.
+        env: What commands have in their environment unless they bring something else.
     """
-    rlimits = {"NOFILE": limits.open_files, "FSIZE": limits.tmpfs_bytes, "CORE": 0, "MEMLOCK": 1 << 16}
+    largest = max(limits.tmpfs_bytes, limits.disk_bytes)
+    rlimits = {"NOFILE": limits.open_files, "FSIZE": largest, "CORE": 0, "MEMLOCK": 1 << 16}
     if alone:
         rlimits |= {"AS": limits.memory_bytes, "NPROC": limits.pids}
     door = DOOR if network else ""
     sized = f"mode=1777,size={limits.tmpfs_bytes},nr_inodes={limits.tmpfs_inodes}" if fresh else ""
-    config = json.dumps(
-        {"uid": uid, "rlimits": rlimits, "seccomp": seccomp.program(), "door": door, "fresh": sized}
-    )
+    told = {"door": door, "fresh": sized, "env": dict(env or {})}
+    config = json.dumps({"uid": uid, "rlimits": rlimits, "seccomp": seccomp.program(), **told})
     start = f"import sys; sys.path.insert(0, {folder!r}); from agent.agent import main; main()"
     return ["-I", "-S", "-c", start, config]

@@ -87,7 +87,11 @@ class Cgroup:
 
     async def remove(self) -> None:
         """Ends what is left in the groups and removes them; one that cannot be is left to `sweep`."""
-        await asyncio.to_thread(remove_groups, sorted(set(self.folders.values())))
+        await asyncio.to_thread(self.end)
+
+    def end(self) -> None:
+        """Does what `remove` does, and blocks."""
+        remove_groups(sorted(set(self.folders.values())))
 
 
 def container_groups(container: str, root: Path = _ROOT) -> dict[str, Path]:

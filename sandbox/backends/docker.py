@@ -22,11 +22,13 @@ import docker.types
 import requests.exceptions
 
 from sandbox.backends import cgroups
-from sandbox.backends.base import COMMAND_UID, DOOR, Started, agent_command
+from sandbox.backends.base import COMMAND_UID, DOOR, Started, agent_command, refuse_layers
 from sandbox.egress import jail
 from sandbox.egress.doors import door_of
 from sandbox.errors import InfrastructureError, ProtocolError
 from sandbox.images import AGENT_FOLDER, ImageError, ensure_image
+from sandbox.layers.compose import Composer
+from sandbox.layers.containers import ContainerRoots, Layered
 from sandbox.types import Capabilities, Limits, SandboxSpec
 
 STATE_DIR, OWNER, BOX = "tempering.state_dir", "tempering.owner", "tempering.sandbox"
@@ -45,8 +47,9 @@ class Docker:
 
     name = "docker"
 
-    def __init__(self, state_dir: Path | None = None) -> None:
-        self._state_dir = state_dir
+    def __init__(self, state_dir: Path | None = None, composer: Composer | None = None) -> None:
+        self._state_dir, self._composer = state_dir, composer
+        self._roots = ContainerRoots(composer, state_dir / "toolkit") if composer and state_dir else None
         self._client: Any = None
         self._image: str = ""
         self._making = asyncio.Lock()
@@ -70,24 +73,34 @@ class Docker:
             separate_users=True,
             pause=True,
             network=not jail.lacking(),
+            layers=self._composer is not None and not self._composer.missing(),
         )
 
     async def start(self, box_id: str, owner: str, spec: SandboxSpec) -> Started:
         """Starts one container.
 
         Raises:
+            PolicyError: A disk was asked for, or layers that do not go together or cannot be mounted here.
+            LayerError: A layer is not there or damaged.
             InfrastructureError: The engine refused.
         """
+        refuse_layers(self.name, SandboxSpec(limits=spec.limits) if self._roots else spec, images=True)
         container: Any = None
+        layered: Layered | None = None
         try:
             image = spec.image or await self._built_in()
-            container = await asyncio.to_thread(self._create, box_id, owner, spec, image)
+            if self._roots and await asyncio.to_thread(self._roots.wanted, spec):
+                connection = await asyncio.to_thread(self._connect)
+                layered = await asyncio.to_thread(self._roots.prepare, connection, box_id, spec, image)
+            container = await asyncio.to_thread(self._create, box_id, owner, spec, image, layered)
             stream = await asyncio.to_thread(_attach, container)
             reader, writer = await asyncio.open_connection(sock=_socket_of(stream), limit=1 << 22)
             await asyncio.to_thread(container.start)
         except (*_UNREACHABLE, OSError, ImageError) as error:
             if container is not None:
                 await asyncio.to_thread(_remove, container)
+            if layered is not None:
+                await asyncio.to_thread(layered.release)
             raise InfrastructureError(f"Docker did not start the sandbox: {_first_line(error)}") from error
         oom_kills = cgroups.OomCounter(cgroups.container_groups(str(container.id)).get("memory"))
 
@@ -99,6 +112,8 @@ class Docker:
             ):  # the agent ends with its channel, and the container then
                 await asyncio.to_thread(_remove, container)
             stream.close()
+            if layered is not None:
+                await asyncio.to_thread(layered.release)
 
         async def pause(stop: bool) -> None:
             try:
@@ -107,7 +122,11 @@ class Docker:
                 raise InfrastructureError(f"Docker did not pause or resume: {_first_line(error)}") from error
 
         groups = cgroups.container_groups(str(container.id))
-        return Started(Demultiplexed(reader), writer, kill, oom_kills, pause, lambda: groups)
+        writable, started = (layered.writable, layered.spec) if layered else (None, None)
+        return Started(
+            Demultiplexed(reader), writer, kill, oom_kills, pause, lambda: groups,
+            writable=writable, spec=started,
+        )  # fmt: skip
 
     async def reclaim(self, state_dir: Path) -> list[str]:
         """Removes the containers that an earlier node of this folder left, by label."""
@@ -122,9 +141,13 @@ class Docker:
             return []
         try:
             there = await asyncio.to_thread(self._labelled)
+            mounted = self._roots.places() if self._roots else []
             stray = {box: container for box, container in there.items() if box not in held()}
             for container in stray.values():
                 await asyncio.to_thread(self._remove_by_id, container)
+            for place in mounted:
+                if self._roots and place not in held():
+                    await asyncio.to_thread(self._roots.unmount, place)
         except _UNREACHABLE as error:
             raise InfrastructureError(f"Docker did not list or remove: {_first_line(error)}") from error
         return sorted(stray)
@@ -157,17 +180,23 @@ class Docker:
             self._client = client
         return self._client
 
-    def _create(self, box_id: str, owner: str, spec: SandboxSpec, image: str) -> Any:
-        network = bool(spec.network)
-        agent = agent_command(AGENT_FOLDER, spec.limits, uid=COMMAND_UID, alone=False, network=network)
+    def _create(self, box_id: str, owner: str, spec: SandboxSpec, image: str, layered: Layered | None) -> Any:
+        network, settings = bool(spec.network), hardening(spec.limits)
+        if layered is not None and layered.writable is not None:
+            del settings["tmpfs"]["/workspace"]
+        env = layered.env if layered else {}
+        agent = agent_command(
+            AGENT_FOLDER, spec.limits, uid=COMMAND_UID, alone=False, network=network, env=env
+        )
         return self._connect().containers.create(
-            image,
-            ["/usr/bin/python3", *agent],
+            layered.image if layered else image,
+            [*(layered.interpreter if layered else ["/usr/bin/python3"]), *agent],
+            volumes=layered.volumes if layered else {},
             mounts=[self._door(box_id)] if network else [],
             name=f"tempering-{box_id}",
             labels={**spec.labels, STATE_DIR: str(self._state_dir), OWNER: owner, BOX: box_id},
             cpu_shares=_LEAST_SHARES if spec.latency == "best_effort" else 1024,
-            **hardening(spec.limits),
+            **settings,
         )
 
     def _door(self, box_id: str) -> docker.types.Mount:
@@ -181,6 +210,8 @@ class Docker:
         ):
             _remove(container)
             removed.append(str(container.name))
+        if self._roots is not None:
+            removed += self._roots.reclaim(self._connect())
         return removed
 
 

@@ -108,7 +108,7 @@ class Function:
             await cgroup.remove()
             await process.wait()
 
-        return Started(stdout, stdin, kill, oom_kills)
+        return Started(stdout, stdin, kill, oom_kills, groups=lambda: cgroup.folders)
 
     async def reap(self, held: Callable[[], Set[str]]) -> list[str]:
         """Workers are what runs in their control groups, of which the node's reaper takes care."""

@@ -186,8 +186,13 @@ class Gvisor:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-        self._works, self._lists = out.startswith(b"here\n"), out.endswith(b"/tmp\n")
-        return "" if self._works else f"runsc cannot run a sandbox here: {_last_line(problem)}"
+        self._lists = out.endswith(b"/tmp\n")
+        self._works = out.startswith(b"here\n") and (self._lists or os.path.exists(_BUSYBOX))
+        if not out.startswith(b"here\n"):
+            return f"runsc cannot run a sandbox here: {_last_line(problem)}"
+        if not self._works:
+            return "this runsc is too old for `ls`: get a newer one or, as root, apt-get install busybox"
+        return ""
 
 
 def _folder_of(state_dir: Path) -> Path:

@@ -10,6 +10,7 @@ from sandbox.backends.docker import Docker
 from sandbox.backends.function import Function
 from sandbox.backends.gvisor import Gvisor
 from sandbox.errors import BackendMissingError
+from sandbox.layers.compose import Composer
 
 _GET_ONE = (
     "install bubblewrap (as root: apt-get install bubblewrap) or start a Docker engine "
@@ -19,7 +20,10 @@ _GET_ONE = (
 
 def backends(state_dir: Path | None = None) -> dict[str, Backend]:
     """Returns the backends for the node of a state folder."""
-    return {kind.name: kind(state_dir) for kind in (Docker, Bubblewrap, Gvisor, Function)}
+    composer = Composer(state_dir) if state_dir else None
+    docker, light = Docker(state_dir, composer), Bubblewrap(state_dir, composer)
+    among: tuple[Backend, ...] = (docker, light, Gvisor(state_dir), Function(state_dir))
+    return {backend.name: backend for backend in among}
 
 
 async def choose(name: str, among: dict[str, Backend]) -> Backend:

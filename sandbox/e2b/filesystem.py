@@ -109,14 +109,20 @@ async def _walk(inside: Inside, path: str, depth: int) -> AsyncIterator[FileInfo
 
 def _entry(info: FileInfo) -> Message:
     """Returns a path as clients know it."""
-    target = posixpath.normpath(posixpath.join(posixpath.dirname(info.path), info.target))
+    path = _text(info.path)
+    target = posixpath.normpath(posixpath.join(posixpath.dirname(path), _text(info.target)))
     owner = "root" if info.uid == 0 else "user"
     link = {"symlinkTarget": target, "isSymlink": True} if info.kind == "link" else {}
     return {
-        "name": posixpath.basename(info.path), "path": info.path, "size": str(info.size), "mode": info.mode,
+        "name": posixpath.basename(path), "path": path, "size": str(info.size), "mode": info.mode,
         "type": _TYPES.get(info.kind, "FILE_TYPE_UNSPECIFIED"), "permissions": stat.filemode(info.mode)[1:],
         "owner": owner, "group": owner, "modifiedTime": _time(info.mtime), **link,
     }  # fmt: skip
+
+
+def _text(name: str) -> str:
+    """Returns a name as text, whatever bytes a sandbox has put into it."""
+    return name.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def _time(nanoseconds: int) -> str:

@@ -8,8 +8,9 @@ the nodes, which this front tells every few seconds that their owners are there.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
 
 from aiohttp import web
 
@@ -85,10 +86,8 @@ class E2BFront:
     async def tend(self) -> None:
         """Says every few seconds that the owners of the sandboxes are there, whoever made them."""
         while True:
-            try:
+            with _told():
                 await self._stay()
-            except SandboxError as error:
-                _LOG.warning("the nodes could not be told that this front lives: %s", error)
             await asyncio.sleep(PRESENT_S)
 
     async def _stay(self) -> None:
@@ -99,7 +98,8 @@ class E2BFront:
             if owner == OWNER and held["sandboxes"]:
                 client = {"owner": OWNER, "lease_s": LEASE_S}
                 header = {"op": "present", "nodes": held["nodes"], "client": client}
-                await self._front.act(Principal("e2b front", project), header, b"", _drop)
+                with _told():
+                    await self._front.act(Principal("e2b front", project), header, b"", _drop)
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -165,6 +165,14 @@ class E2BFront:
         if (await inside.link.describe(inside.box.id))[0]["paused"]:
             raise E2BError(GONE, f"The sandbox {inside.box.id} was not found running: it is paused")
         return web.Response(status=204)
+
+
+@contextlib.contextmanager
+def _told() -> Generator[None]:
+    try:
+        yield
+    except SandboxError as error:
+        _LOG.warning("the nodes could not be told that this front lives: %s", error)
 
 
 def _drop(which: int, data: bytes) -> None:

@@ -113,7 +113,7 @@ def _libraries(plan: Plan) -> list[str]:
 def _job(plan: Plan, search: tuple[str, ...]) -> dict[str, Any]:
     return {
         "root": plan.root,
-        "base": {path: hashlib.sha256(data).hexdigest() for path, data in plan.base.items()},
+        "base": {path: [hashlib.sha256(data).hexdigest(), len(data)] for path, data in plan.base.items()},
         "trusted": sorted(plan.trusted),
         "allow": [pattern(glob) for glob in plan.allow],
         "deny": [HOOKS, *(f"{re.escape(path)}/.*" for path in _libraries(plan))],

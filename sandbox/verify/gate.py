@@ -71,8 +71,8 @@ class GateReport:
 async def gate(fleet: Fleet, task: Exercise) -> GateReport:
     """Tries a task: no-op and empty files must fail, gold pass, and every canned cheat fail.
 
-    `leak` is one of the tries: with a canary in the plan, no file of a box of `task.spec` may hold it; in an
-    image of the task's own, nowhere.
+    `leak` is one of the tries: with a canary in the plan, no file of a box of `task.spec` may hold it; with
+    an image or a workspace of the task's own, none at all.
 
     Raises:
         PolicyError: As for `verify`.
@@ -142,4 +142,6 @@ def _stubs(gold: bytes) -> str:
 async def _leaks(fleet: Fleet, task: Exercise) -> tuple[str, ...]:
     async with await fleet.create(task.spec) as box:
         await fill(box, task.plan.root, task.plan.base)
-        return (await export(box, task.plan, ("/",) if task.spec.image else WRITABLE)).leaks
+        return (
+            await export(box, task.plan, ("/",) if task.spec.image or task.spec.workspace else WRITABLE)
+        ).leaks

@@ -107,7 +107,7 @@ class Plan:
         base: The files that the agent began with, by path below `root`.
         trusted: Tests and configuration that are put over the agent's files, by path below `root`.
         limits: Of the diff.
-        spec: The verifier's box. Its image and layers are to be ones that no agent has written.
+        spec: The verifier's box, without a network. Its image and layers are to be ones that no agent has written.
         start_s: How long box and interpreter may take to start. Running out of it is infrastructure.
         timeout_s: How long the tests may take. Running out of it is a failure.
         attempts: How often it is tried when the infrastructure fails.
@@ -174,10 +174,12 @@ def _problems(plan: Plan) -> list[str]:
         found.append("it needs test ids, each once")
     if not plan.allow:
         found.append("it allows no file to count")
-    if not any(plan.root == place or plan.root.startswith(f"{place}/") for place in WRITABLE):
-        found.append(f"root is {plan.root!r}, which is not in {', '.join(WRITABLE)}")
+    if not plan.root.startswith("/") or not is_path(plan.root[1:]):
+        found.append(f"root is {plan.root!r}, which is not an absolute path without a slash at its end")
     if not (0 < plan.limits.size <= MAX_DIFF_BYTES and 0 < plan.limits.files <= MAX_DIFF_FILES):
         found.append(f"a diff has at most {MAX_DIFF_FILES} files and {MAX_DIFF_BYTES} bytes")
+    if plan.spec.network:
+        found.append("a verifier's box has no network")
     if min(plan.start_s, plan.timeout_s, plan.attempts) <= 0:
         found.append("times and attempts are above 0")
     if any(plan.python.startswith(f"{place}/") for place in WRITABLE):

@@ -196,7 +196,7 @@ def _is_decoy(event: CaseResult, plan: Plan, decoys: Decoys | None) -> bool:
 def _job(plan: Plan, decoys: Decoys | None) -> dict[str, Any]:
     tests = plan.tests
     load: dict[str, Any] = {"libraries": plan.python_path, "root": plan.root}
-    job: dict[str, Any] = {"uid": CANDIDATE, "start_s": plan.start_s, "timeout_s": plan.timeout_s}
+    job: dict[str, Any] = {"start_s": plan.start_s, "timeout_s": plan.timeout_s}
     if isinstance(tests, FunctionTests):
         load["module"] = f"{plan.root}/{tests.module}"
         calls = {

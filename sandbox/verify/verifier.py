@@ -43,6 +43,7 @@ async def verify(fleet: Fleet, box: RemoteBox, plan: Plan, *, commands: Iterable
     _check(fleet)
     suspicions = flags.of_commands(commands)
     try:
+        suspicions += await _denied(box)
         await freeze(box, fleet.capabilities)
         await thaw_and_kill(box, fleet.capabilities)
         diff = await export(box, plan)
@@ -111,6 +112,15 @@ async def _attempts(fleet: Fleet, plan: Plan, files: Mapping[str, bytes]) -> tup
         except SandboxError as error:
             why = f"the verifier's box: {type(error).__name__}: {error}"
     return Ran(Verdict.INFRASTRUCTURE, why), plan.attempts
+
+
+async def _denied(box: RemoteBox) -> list[Flag]:
+    """Flags what the agent tried to reach and was not let."""
+    try:
+        denials = await box.denials()
+    except PolicyError:  # it has no network
+        return []
+    return [Flag("network", f"was denied {denial.host} ({denial.reason})") for denial in denials]
 
 
 def _check(fleet: Fleet) -> None:

@@ -10,7 +10,7 @@ import pytest
 pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(7200)]
 
 
-FLEET = ["sandbox_kills", "sandbox_recovery", "sandbox_soak"]
+FLEET = ["sandbox_fleet", "sandbox_kills", "sandbox_recovery", "sandbox_soak"]
 
 
 @pytest.mark.parametrize("module", ["calc", "kills", "engine", "policy_speed", "rollout_sim", "wal", *FLEET])

@@ -55,7 +55,7 @@ class Service:
     urls: dict[str, str] = field(default_factory=dict)
     process: subprocess.Popen[str] | None = None
 
-    def start(self) -> None:
+    def start(self, *, access: bool = True) -> None:
         """Starts it, at the port where it was before."""
         for name, project in (("alice", "lab/a"), ("bob", "lab/b"), ("carol", "small")):
             self.tokens.setdefault(name, fresh_token()[0])
@@ -68,14 +68,15 @@ class Service:
             }
             for name, token in self.tokens.items()
         ]
-        access, templates = self.folder / "access", self.folder / "templates"
-        access.touch(0o600)
+        file, templates = self.folder / "access", self.folder / "templates"
+        file.touch(0o600)
         quotas = {"small": {"sandboxes": 1}}
-        access.write_text(json.dumps({"version": 1, "projects": quotas, "tokens": entries}))
+        file.write_text(json.dumps({"version": 1, "projects": quotas, "tokens": entries}))
         templates.write_text(json.dumps({"version": 1, "templates": TEMPLATES}))
         port = self.urls.get("e2b", ":0").rpartition(":")[2]
         command = [sys.executable, "-m", "rl.launch.cli", "sandbox", "serve", "--local", "--port", "0"]
-        command += ["--state", str(self.folder), "--e2b", f"127.0.0.1:{port}", "--access", str(access)]
+        command += ["--state", str(self.folder), "--e2b", f"127.0.0.1:{port}"]
+        command += ["--access", str(file)] if access else []
         command += ["--audit", str(self.folder / "audit"), "--e2b-templates", str(templates)]
         keep = {name: value for name, value in os.environ.items() if not name.startswith("TEMPER_SANDBOX")}
         with (self.folder / "log").open("a") as log:
@@ -446,3 +447,26 @@ def test_a_front_that_starts_over_finds_all_as_it_was(service: Service) -> None:
     box.commands.send_stdin(handle.pid, "it\n")
     assert box.commands.connect(handle.pid).wait().stdout == "got it\n"
     assert box.kill() is True
+
+
+@pytest.mark.slow
+def test_the_example_of_another_trainer(tmp_path: Path) -> None:
+    """One command, without an access file: the token of clients is made and kept."""
+    service = Service(tmp_path)
+    try:
+        service.start(access=False)
+        token = (tmp_path / "client.token").read_text()
+        assert (tmp_path / "client.token").stat().st_mode & 0o777 == 0o600
+        url = service.urls["e2b"]
+        settings = {"E2B_API_URL": url, "E2B_SANDBOX_URL": url, "E2B_API_KEY": token, "STEPS": "5"}
+        run = subprocess.run(
+            [sys.executable, str(ROOT / "examples/e2b_trainer.py")],
+            env={**os.environ, **settings}, capture_output=True, text=True, timeout=240, check=False,
+        )  # fmt: skip
+        assert run.returncode == 0, run.stderr
+        last = run.stdout.splitlines()[-1]
+        assert last.endswith("after 5 steps"), run.stdout
+        assert float(last.split()[1]) > 0.4, run.stdout
+    finally:
+        service.stop()
+        service.end_node()

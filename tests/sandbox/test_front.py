@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import aiohttp
@@ -18,6 +18,7 @@ import pytest
 from sandbox.channel import encode, read_frame
 from sandbox.client import Fleet
 from sandbox.errors import LostError, PolicyError, RefusedError
+from sandbox.policy import Network, Rule
 from sandbox.tokens import NODE_TOKEN, TOKEN, fresh_token
 from sandbox.types import Limits, SandboxSpec
 from sandbox.versions import API
@@ -145,6 +146,26 @@ async def test_the_same_calls_as_on_this_machine(fleet: Fleet, tmp_path: Path) -
         assert len(await child.read_file("/workspace/a/b")) == 256000
         await child.close()
     assert await fleet.boxes() == []
+
+
+async def test_phases_and_denials_are_had_through_a_front(fleet: Fleet, cluster: Cluster) -> None:
+    look = "import urllib.request as u; u.urlopen('http://nowhere.lab/', timeout=30)"
+    network = Network({"setup": (Rule(registry="debian"),), "solve": ()}, "setup")
+    async with await fleet.create(replace(SMALL, network=network)) as box:
+        await box.phase("solve")
+        with pytest.raises(PolicyError, match="did you mean 'solve'"):
+            await box.phase("sovle")
+        assert b"403" in (await box.exec(["python3", "-c", look])).stderr
+        (denial,) = await box.denials()
+        assert (denial.phase, denial.reason, denial.host) == ("solve", "host", "nowhere.lab")
+        url = f"{cluster.urls[box.id.partition('.')[0]]}/metrics"
+    headers = {"Authorization": f"Bearer {cluster.node_token}"}
+    async with aiohttp.ClientSession() as session, asyncio.timeout(60):
+        while True:
+            async with session.get(url, headers=headers) as response:
+                if 'temper_sandbox_node{what="denied_host"} 1' in (await response.text()).splitlines():
+                    return
+            await asyncio.sleep(0.1)
 
 
 async def test_a_label_names_the_node_and_one_that_nobody_has_is_an_error(fleet: Fleet) -> None:

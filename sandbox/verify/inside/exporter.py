@@ -87,15 +87,19 @@ def export(job: dict[str, Any]) -> dict[str, Any]:
     files: dict[str, list[Any]] = {}
     left: list[list[str]] = []
     same: set[str] = set()
-    base: dict[str, str] = job["base"]
+    base: dict[str, list[Any]] = job["base"]
     size = more = 0
     for full, info in walk(root, budget):
         path = os.path.relpath(full, root)
-        data = read(full, job["size"])
-        if data is not None and hashlib.sha256(data).hexdigest() == base.get(path):
+        known, bytes_known = base.get(path, ["", 0])
+        data = read(full, max(job["size"], bytes_known))
+        if data is not None and hashlib.sha256(data).hexdigest() == known:
             same.add(path)
             continue
-        why = refusal(path, info, job) or ("too large, or not to be read" if data is None else "")
+        why = refusal(path, info, job)
+        if not why and info.st_size > job["size"]:
+            why, size = "too large", size + info.st_size
+        why = why or ("not to be read" if data is None else "")
         if why:
             suspect = any(re.search(regex, path) for regex in job["suspects"])
             more += len(left) >= LISTED and not suspect
@@ -113,8 +117,8 @@ def export(job: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def traces(job: dict[str, Any]) -> dict[str, Any]:
-    """Returns where the canary is, and which small files outside the base name what hooks are made of."""
+def traces(job: dict[str, Any], same: set[str]) -> dict[str, Any]:
+    """Returns where the canary is, and which small files, but for `same`, name what hooks are made of."""
     canary, words = job["canary"].encode(), [word.encode() for word in job["words"]]
     leaks: list[str] = []
     mentions: list[list[str]] = []
@@ -128,7 +132,7 @@ def traces(job: dict[str, Any]) -> dict[str, Any]:
             inside = path.startswith(job["root"] + "/")
             if not inside and len(elsewhere) < HITS and any(re.search(r, path) for r in job["suspects"]):
                 elsewhere.append(path)
-            known = inside and os.path.relpath(path, job["root"]) in job["base"]
+            known = inside and os.path.relpath(path, job["root"]) in same
             if known or len(mentions) >= HITS or info.st_size > SMALL or not words:
                 continue
             data = read(path, SMALL) or b""
@@ -139,4 +143,5 @@ def traces(job: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Reads the job, writes what it found."""
     job = json.loads(sys.stdin.buffer.read())
-    sys.stdout.write(json.dumps({**export(job), **traces(job)}))
+    found = export(job)
+    sys.stdout.write(json.dumps({**found, **traces(job, set(found["same"]))}))

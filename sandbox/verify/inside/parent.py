@@ -1,9 +1,9 @@
 """The trusted parent: runs as another user than the candidate, and alone writes the report.
 
 It knows what is right, and the nonce, from its standard input. The candidate's process is not its child: it
-comes to an abstract socket, with the credentials that the kernel vouches for, before it has loaded a line of
-the candidate. Nothing that this program reads from it is more than JSON, and nothing it does not answer for
-by a deadline of this program's clock counts.
+comes to an abstract socket of a random name, once, and before it has loaded a line of the candidate. Nothing
+that this program reads from it is more than JSON, and nothing it does not answer for by a deadline of this
+program's clock counts.
 
 The report is two lines of JSON on standard output: one when the other side is there, one at the end.
 """
@@ -16,7 +16,6 @@ import os
 import random
 import signal
 import socket
-import struct
 import sys
 import time
 from collections.abc import Callable, Sized
@@ -25,7 +24,6 @@ from typing import Any, NoReturn, cast
 from .wire import WireError, receive, send
 
 DETAIL, MAX_EVENTS = 300, 20_000
-CREDENTIALS = struct.Struct("3i")
 LATE_S = 2.0
 Event = dict[str, str]
 
@@ -207,22 +205,17 @@ def run_suite(candidate: Candidate, job: dict[str, Any], events: list[Event]) ->
     return "end" if said["end"] == len(events) else "forged"
 
 
-def accept(address: str, uid: int, deadline: float) -> socket.socket:
-    """Returns the connection of a process of `uid`.
+def accept(address: str, deadline: float) -> socket.socket:
+    """Returns the connection of the one process that knows the address; nobody else is in the box yet.
 
     Raises:
-        TimeoutError: None came.
+        TimeoutError: It did not come.
     """
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("\0" + address)
-        listener.listen(4)
-        while True:
-            listener.settimeout(max(deadline - time.monotonic(), 0.01))
-            connection, _ = listener.accept()
-            peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-            if CREDENTIALS.unpack(peer)[1] == uid:
-                return connection
-            connection.close()
+        listener.listen(1)
+        listener.settimeout(max(deadline - time.monotonic(), 0.01))
+        return listener.accept()[0]
 
 
 def late(number: int, frame: object) -> NoReturn:
@@ -248,7 +241,7 @@ def main() -> None:
     job = json.loads(sys.stdin.buffer.read())
     begin = time.monotonic()
     try:
-        connection = accept(job["address"], job["uid"], begin + job["start_s"])
+        connection = accept(job["address"], begin + job["start_s"])
         receive(connection, begin + job["start_s"])
     except (TimeoutError, EOFError, WireError):
         print(json.dumps({"nonce": job["nonce"], "started": False}), flush=True)

@@ -1,4 +1,4 @@
-"""What the calls that a front passes on ask of a node, and for whom they are."""
+"""The calls that a front takes and passes on: for whom they are, and what they ask of a node."""
 
 from __future__ import annotations
 
