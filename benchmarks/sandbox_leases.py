@@ -3,8 +3,8 @@
     python -m benchmarks.sandbox_leases [--folder DIR] [--rounds 100]
 
 A node writes owner, lease and key of every sandbox into its lease file, and waits for the disk. Callers that
-wait at the same time share one write. Compared are one caller after the other and a burst of 64 at once; exits
-with 1 when a burst is not at least four times cheaper a sandbox, or one alone takes more than 25 ms.
+wait at the same time share one write. Compared are one caller after the other and a burst of 64 at once.
+Exits with 1 when a burst is not at least four times cheaper a sandbox, or one alone takes more than 25 ms.
 """
 
 from __future__ import annotations
