@@ -140,14 +140,15 @@ class Session:
         shares = shares_from(header.get("shares", ()))
         spec, count = spec_from(header["spec"]), int(header["count"])
         backend = await self._backend(header, spec)
-        return (await self._node.warm.want(self._owner, backend, spec, count, shares)).about(), b""
-
-    async def _backend(self, header: Header, spec: SandboxSpec) -> str:
-        return (await self._node.pick(spec.backend)).name if spec.backend else str(header["backend"])
+        pool = await self._node.warm.want(self._owner, backend, spec, count, shares)
+        return pool.about(), b""
 
     async def _keep_warm(self, header: Header, body: bytes) -> _Reply:
         self._node.warm.keep(header["pools"])
         return {}, b""
+
+    async def _backend(self, header: Header, spec: SandboxSpec) -> str:
+        return (await self._node.pick(spec.backend)).name if spec.backend else str(header["backend"])
 
     async def _hold_back(self, header: Header, body: bytes) -> _Reply:
         self._node.warm.hold_back(bool(header["on"]))

@@ -107,8 +107,9 @@ class Plan:
         base: The files that the agent began with, by path below `root`.
         trusted: Tests and configuration that are put over the agent's files, by path below `root`.
         limits: Of the diff.
-        spec: The verifier's box, without a network. Its image and layers are to be ones that no agent has written.
-        start_s: How long box and interpreter may take to start. Running out of it is infrastructure.
+        spec: The verifier's box, without a network; its image and layers are to be ones that no agent wrote.
+        start_s: How long the box, the interpreter and a test framework may each take to start. Running out of
+            it is infrastructure.
         timeout_s: How long the tests may take. Running out of it is a failure.
         attempts: How often it is tried when the infrastructure fails.
         python: The interpreter, where nobody in the sandbox can write.
