@@ -177,7 +177,7 @@ def _problems(plan: Plan) -> list[str]:
     if any(isinstance(value, str) for value in lists):
         return ["a text stands where several are meant: write (text,)"]
     contents: tuple[object, ...] = (*plan.base.values(), *plan.trusted.values())
-    if not all(isinstance(data, bytes) for data in contents):
+    if any(type(data) is not bytes for data in contents):
         return ["files are bytes, not text"]
     if not ids or len(set(ids)) != len(ids):
         found.append("it needs test ids, each once")
