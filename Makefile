@@ -6,17 +6,20 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 SOURCES := model sandbox envs rewards rl conf tests benchmarks
 
-.PHONY: demo test test-all check bench coverage docs clean
+.PHONY: demo test test-slow test-all check bench coverage docs clean
 
 demo: $(VENV)/.installed
 	@sh scripts/need_sandbox.sh
 	$(BIN)/temper train experiment=calc $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu and not benchmark $(shell sh scripts/docker_marker.sh)" $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu and not benchmark $(shell sh scripts/docker_marker.sh) $(shell sh scripts/gvisor_marker.sh)" $(ARGS)
 
 test-all: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "not gpu and not benchmark $(shell sh scripts/docker_marker.sh)" $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not benchmark $(shell sh scripts/docker_marker.sh) $(shell sh scripts/gvisor_marker.sh)" $(ARGS)
+
+test-slow: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m "slow and not gpu and not benchmark $(shell sh scripts/docker_marker.sh) $(shell sh scripts/gvisor_marker.sh)" $(ARGS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check $(SOURCES)
@@ -26,11 +29,12 @@ check: $(VENV)/.installed-dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(VENV)/.installed-dev
+	$(PIP) -e '.[dev,bench]'
 	$(BIN)/python -m pytest -m "benchmark and not gpu" -s $(ARGS)
 
 coverage: $(VENV)/.installed-dev
 	$(BIN)/python -m coverage erase
-	$(BIN)/python -m coverage run -m pytest -m "not gpu and not benchmark $(shell sh scripts/docker_marker.sh)" $(ARGS)
+	$(BIN)/python -m coverage run -m pytest -m "not gpu and not benchmark $(shell sh scripts/docker_marker.sh) $(shell sh scripts/gvisor_marker.sh)" $(ARGS)
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report --fail-under=85
 

@@ -53,7 +53,10 @@ class Background:
             self._agents[number - 1] = reply["id"]
             if len(self._commands) >= 2 * self._most:
                 await self._look()
-            self._commands[number] = {name: command[name] for name in _SHOWN if command.get(name)}
+                self._commands = {at: about for at, about in self._commands.items() if about["running"]}
+            self._commands[number] = {"running": True} | {
+                name: command[name] for name in _SHOWN if command.get(name)
+            }
             return Outcome(_DONE, json.dumps({"process": number}).encode())
         if command["op"] == "halt":
             return await self._halt(command)
@@ -85,16 +88,15 @@ class Background:
         return Outcome(_DONE)
 
     async def _look(self) -> None:
-        """Forgets the commands of processes that have ended."""
-        ask: Header = {"op": "poll", "limit": 1, "offset": 0, "wait_s": 0}
+        """Looks which processes have ended, and forgets those that the agent has forgotten."""
+        ask: Header = {"op": "poll", "limit": 0, "offset": 1 << 62, "wait_s": 0}
         for number in list(self._commands):
             try:
                 reply, data = await self._ask({**ask, "process": self._agents[number - 1]}, b"", _ASK_S)
             except PolicyError:  # the agent has forgotten it
                 del self._commands[number]
             else:
-                if not (await self._polled(reply, data, 1))["running"]:
-                    del self._commands[number]
+                self._commands[number]["running"] = (await self._polled(reply, data, 0))["running"]
 
     async def _ask(self, command: Header, body: bytes, timeout_s: float) -> tuple[Header, bytes]:
         reply, data = await self._resident.request(command, body, timeout_s=timeout_s)

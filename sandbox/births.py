@@ -35,7 +35,7 @@ NODE, BOOT, POOL = "tempering.node", "tempering.boot", "tempering.pool"
 """Labels of all that a backend starts: the node's state folder, its run, and the warm pool, if any."""
 
 _START_TIMEOUT_S, _LOOK_S = 60.0, 0.02
-_FIRST = {
+_FIRST: dict[str, Any] = {
     "op": "exec", "argv": ["/bin/sh", "-c", ":"], "env": {}, "cwd": "/", "timeout_s": 10.0, "limit": 1024,
 }  # fmt: skip
 _ROOM = frozenset({"sandboxes", "cpu", "memory", "pids"})
@@ -416,7 +416,9 @@ class Births:
                 self.undoing.add(name)
                 self._node.later(self._undo(name, starting))
                 raise
-            box = Box(box_id, owner, spec, backend, started, self._node.backends[backend].capabilities())
+            kept = replace(started.spec, labels=spec.labels) if started.spec else spec
+            capabilities = self._node.backends[backend].capabilities()
+            box = Box(box_id, owner, kept, backend, started, capabilities)
             box.name = name
             try:
                 async with asyncio.timeout(_START_TIMEOUT_S):

@@ -27,6 +27,7 @@ from sandbox.outcome import FIELDS, Outcome
 from sandbox.policy import Denial
 from sandbox.recovery import Claim, Recorder, Replay, replay
 from sandbox.resident import STATE, Resident, Sink, check_result
+from sandbox.shapes import check_command
 from sandbox.types import Capabilities, ExecResult, SandboxSpec
 
 _PROCESSES_A_COMMAND = 8
@@ -40,6 +41,9 @@ OPERATIONS = frozenset(
 
 _PHASE = "phase"
 """What the node itself does, in the sequence of the others."""
+
+CALLS = frozenset({"exec", "python"})
+"""Of these, what a sandbox without state can do."""
 
 _UNRECORDED = frozenset({"pack"})
 """Trees go out as they are at that time, and are too large for a journal."""
@@ -80,7 +84,8 @@ class Box:
         self.live(self.spec.life_s)
         self.calm.set()
         # What does not fit beside the commands that run waits here, in order, not as a failed fork.
-        self.places = asyncio.Semaphore(max(self.spec.limits.pids // _PROCESSES_A_COMMAND, 1))
+        at_once = self.spec.limits.pids // _PROCESSES_A_COMMAND if self.capabilities.stateful else 1
+        self.places = asyncio.Semaphore(max(at_once, 1))
         self.resident = Resident(self.started.reader, self.started.writer, self._kill)
         self.background = Background(self.resident, min(_MAX_PROCESSES, max(self.spec.limits.pids // 4, 1)))
 
@@ -147,6 +152,14 @@ class Box:
         known = OPERATIONS | Background.OPERATIONS | {_PHASE}
         if command["op"] not in known:
             raise PolicyError(f"there is no command {command['op']!r}, only {', '.join(sorted(known))}")
+        check_command(command)
+        if not self.capabilities.stateful and (command["op"] not in CALLS or command.get("state")):
+            raise PolicyError(
+                f"a {self.backend} sandbox keeps nothing between calls (stateful), so that it has no files, "
+                "sessions or background: give exec, python or call all that they need"
+            )
+        if command.get("files") and self.capabilities.stateful:
+            raise PolicyError("a call brings files only where it starts in an empty place: use write_file")
         if (user := command.get("user")) is not None:
             if not self.capabilities.separate_users:
                 raise PolicyError(
@@ -230,6 +243,7 @@ class Box:
 
         Raises:
             PolicyError: The backend cannot.
+            InfrastructureError: It did not happen; the sandbox goes on.
         """
         async with self.pausing:
             if self.started.pause is None:
@@ -237,7 +251,11 @@ class Box:
             if not self.resident.clocks.held:
                 await self.resident.request({"op": "hold"}, timeout_s=_ASK_S)
                 self.resident.clocks.hold()
-                await self.started.pause(True)
+                try:
+                    await self.started.pause(True)
+                except (InfrastructureError, OSError):
+                    await self._go_on()
+                    raise
                 self.held_at = time.monotonic()
             self.used = time.monotonic()
 
@@ -246,18 +264,32 @@ class Box:
         async with self.pausing:
             if self.resident.clocks.held and self.started.pause is not None:
                 await self.started.pause(False)
-                self.resident.clocks.go_on()
                 self.end, self.held_at = self.end + time.monotonic() - self.held_at, 0.0
-                await self.resident.request({"op": "go_on"}, timeout_s=_ASK_S)
+                await self._go_on()
             self.used = time.monotonic()
+
+    def check_snapshots(self) -> None:
+        """Returns when the sandbox can have files of another, and another its files.
+
+        Raises:
+            PolicyError: The backend has no snapshots.
+        """
+        if not self.capabilities.disk_snapshot:
+            raise PolicyError(f"a {self.backend} sandbox has no snapshots (disk_snapshot)")
+
+    async def _go_on(self) -> None:
+        self.resident.clocks.go_on()
+        await self.resident.request({"op": "go_on"}, timeout_s=_ASK_S)
 
     @asynccontextmanager
     async def quiet(self) -> AsyncGenerator[int]:
         """Has commands wait while a snapshot is taken; gives the number of the last one.
 
         Raises:
+            PolicyError: The backend has no snapshots.
             RefusedError: A command is running (`busy`).
         """
+        self.check_snapshots()
         if self.resident.clocks.held:
             raise RefusedError(f"sandbox {self.id} is paused: resume it first", "paused")
         if self.running or not self.calm.is_set():

@@ -16,12 +16,13 @@ import contextlib
 import os
 import random
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
+from sandbox.calls import Call, Calls
 from sandbox.channel import Header
 from sandbox.connection import Connection, Link, reach
 from sandbox.errors import LostError, PolicyError, RefusedError, SandboxError
@@ -30,7 +31,7 @@ from sandbox.past import Ask, Past, Unknown
 from sandbox.pool import Pool
 from sandbox.remote import RemoteBox
 from sandbox.tokens import TOKEN, TOKEN_FILE, read_token
-from sandbox.types import Capabilities, SandboxSpec
+from sandbox.types import Capabilities, ExecResult, Limits, SandboxSpec
 from sandbox.web import Caller, WebConnection
 
 Fallback = Literal["create", "refuse"]
@@ -57,6 +58,7 @@ class Fleet:
         self._connection, self.owner = connection, owner
         self.backend: str = welcome["backend"]
         self.node_pid: int = welcome["pid"]
+        self._calls = Calls(self)
         self.capabilities = Capabilities(**welcome["capabilities"])
         self.lease_s: float = welcome.get("lease_s", 0.0)
 
@@ -77,7 +79,8 @@ class Fleet:
             url: `local`, or the address of a front.
             state_dir: Where the local node has its socket, record and log.
             owner: To whom sandboxes belong, as a rule the run.
-            backend: `docker`, `bubblewrap`, or `auto` for the first of them that this machine has.
+            backend: `docker`, `bubblewrap`, or `auto` for the first of them that this machine has; `gvisor`
+                and `function` only by name.
             lease_s: How long sandboxes outlive the owner's last client; a longer one that an earlier client
                 asked for stays (`Fleet.lease_s` says which holds).
             token: For a front; by default that of the environment (TEMPER_SANDBOX_TOKEN, or the file that
@@ -251,6 +254,29 @@ class Fleet:
                 raise failure
         return Pool(self, spec, boxes)
 
+    async def call(
+        self,
+        command: str | Sequence[str] = "",
+        *,
+        source: str = "",
+        files: Mapping[str, bytes] | None = None,
+        stdin: bytes = b"",
+        limits: Limits | None = None,
+        timeout_s: float = 10.0,
+        output_limit: int = 1 << 16,
+    ) -> ExecResult:
+        """Runs a command or Python `source` in an empty place, on a worker that is there already.
+
+        The first call of a client starts its workers, by the backend `function` whatever the connection has.
+        A call keeps nothing and finds nothing of another; see `sandbox.calls.Call` for what it brings.
+
+        Raises:
+            BackendMissingError: The node has no such backend.
+            PolicyError: It brings neither or both of command and source, or too much.
+        """
+        call = Call(command, source, files or {}, stdin, timeout_s, output_limit)
+        return await self._calls.run(call, limits or Limits())
+
     async def boxes(self) -> list[RemoteBox]:
         """Returns the owner's live sandboxes, those of an earlier client included."""
         reply, _ = await self._connection.request({"op": "boxes"})
@@ -267,6 +293,7 @@ class Fleet:
     async def close(self, *, release: bool = True) -> None:
         """Disconnects; with `release` the owner's sandboxes end now instead of with the lease."""
         with contextlib.suppress(SandboxError):
+            await self._calls.close()
             if release:
                 await self._connection.request({"op": "release", "owner": self.owner})
         await self._connection.close()

@@ -28,15 +28,15 @@ class Groups:
         self._placer, self._tries, self._elsewhere = placer, tries, elsewhere
 
     async def claim(
-        self, demand: Demand, header: Header, down: set[str], key: str, send: Send
+        self, demand: Demand, header: Header, down: set[str], among: list[str] | None, send: Send
     ) -> tuple[Header, bytes]:
-        """Sends a claim to nodes that may have the group, the fullest pools first, then to those with room.
+        """Sends a claim to nodes that have the group ready, then to those that have room to start it.
 
         Args:
             demand: What one sandbox of the group needs of a node.
             header: The claim.
             down: Nodes that do not answer.
-            key: Names the claim among those of all owners; empty when it has no name.
+            among: The nodes that may be asked, in their order; None stands for all.
             send: Sends it.
 
         Raises:
@@ -45,33 +45,36 @@ class Groups:
         count, fallback = size(header["count"], "claim"), header.get("fallback", "create")
         if fallback not in FALLBACKS:
             raise PolicyError(f"a claim falls back to {' or '.join(FALLBACKS)}, not {fallback!r}")
-        ready = self._ready(demand, header, down)
-        enough = [name for name, number in ready.items() if number >= count]
-        if key:  # asked for again, it must come where it came before
-            enough = homes(key, [name for name in self._offering(demand) if name not in down], self._tries)
+        ready = self.ready(demand, header, down)
+        enough = [name for name in ready if ready[name] >= count and (among is None or name in among)]
         refusal: SandboxError | None = None
         for name in enough[: self._tries]:
             try:
-                return await send(name, {**header, "fallback": fallback if key else "refuse"})
+                return await send(name, {**header, "fallback": "refuse"})
             except self._elsewhere as error:
                 refusal = error
-        if fallback == "create" and not key:
-            return await self._fresh(demand, header, down, count, send)
+        if fallback == "create":
+            return await self._fresh(demand, header, down, among, send)
         most = max(ready.values(), default=0)
         raise refusal or RefusedError(
-            f"no node has {count} warm sandboxes of this kind ready, the most that one has is {most}: a group "
-            "stays within one node; ask for fewer, or say fallback='create'",
+            f"no node has {count} warm sandboxes of this kind ready, one has {most}, and a group stays on "
+            "one; ask for fewer, or say fallback='create'",
             "pool",
         )
 
     async def _fresh(
-        self, demand: Demand, header: Header, down: set[str], count: int, send: Send
+        self, demand: Demand, header: Header, down: set[str], among: list[str] | None, send: Send
     ) -> tuple[Header, bytes]:
+        count = int(header["count"])
         group = Demand(Room().plus(demand.room, count), demand.backend, demand.capabilities, demand.labels)
         tried: set[str] = set()
+        left = None if among is None else [name for name in among if name not in down]
         refusal: SandboxError | None = None
         while len(tried) < self._tries:
-            name = self._placer.pick(group, time.monotonic(), down | tried)
+            if left is None:
+                name = self._placer.pick(group, time.monotonic(), down | tried)
+            else:
+                name = left.pop(0) if left else None
             if name is None:
                 break
             tried.add(name)
@@ -79,7 +82,9 @@ class Groups:
                 return await send(name, header)
             except self._elsewhere as error:
                 refusal = error
-        raise refusal or RefusedError(f"no node has room for {count} such sandboxes at once", "sandboxes")
+        raise refusal or RefusedError(
+            f"no node has room for {count} such sandboxes, and a group stays within one node", "sandboxes"
+        )
 
     def home(self, demand: Demand, header: Header, owner: str, down: set[str]) -> str:
         """Returns the node that keeps sandboxes warm for an owner: the same each time it says how many.
@@ -95,12 +100,12 @@ class Groups:
 
     def _offering(self, demand: Demand) -> Mapping[str, NodeView]:
         views: Mapping[str, NodeView] = self._placer.nodes
-        return {
-            name: view for name, view in views.items() if offers(view, demand) and not view.draining
-        }
+        return {name: view for name, view in views.items() if offers(view, demand) and not view.draining}
 
-    def _ready(self, demand: Demand, header: Header, down: set[str]) -> dict[str, int]:
-        """Returns how many are ready by node, the least loaded of the nodes first."""
+    def ready(self, demand: Demand, header: Header, down: set[str]) -> dict[str, int]:
+        """Returns how many are ready of what a request asks for, by node, the least loaded first."""
+        if not any(view.warm for view in self._placer.nodes.values()):
+            return {}
         pool = pool_id(demand.backend, spec_from(header["spec"]))
         there = [(name, view.warm.get(pool, 0)) for name, view in self._offering(demand).items()]
         there.sort(key=lambda one: self._placer.load(one[0]))

@@ -11,6 +11,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from sandbox.archives import read_archive
+from sandbox.calls import Call
+from sandbox.calls import run as run_call
 from sandbox.channel import MAX_BODY, Header
 from sandbox.connection import Link
 from sandbox.errors import DiskFullError, FileError, LostError, PolicyError, UnknownOutcomeError
@@ -96,6 +98,14 @@ class RemoteBox:
         code = source.encode(errors="surrogatepass")
         header: Header = {"op": "python", "source_bytes": len(code), "cwd": "/workspace"}
         return (await self.run(header, code + stdin, timeout_s, output_limit)).result
+
+    async def call(self, call: Call) -> ExecResult:
+        """Runs a call that brings all it needs, in a sandbox without state (backend `function`).
+
+        Raises:
+            PolicyError: The sandbox keeps a state, and the call brings files.
+        """
+        return await run_call(self, call)
 
     def shell(
         self, *, cwd: str = "/workspace", env: Mapping[str, str] | None = None, program: str = "bash"

@@ -1,21 +1,20 @@
-"""What front and node agent have in common as HTTP servers: tokens, versions, metrics, audit, and where they listen."""
+"""What front and node agent have in common as HTTP servers: tokens, versions, metrics, audit, addresses."""
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
-import json
 import logging
 import ssl
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 from aiohttp import web
 
-from sandbox.audit import Audit, asked, outcome
+from sandbox.audit import Audit, asked, outcome, owner_of
 from sandbox.channel import Header
 from sandbox.errors import PolicyError, ProtocolError, SandboxError
 from sandbox.metrics import Metrics
@@ -24,7 +23,6 @@ from sandbox.versions import API
 from sandbox.wire import MAX_REQUEST, VERSION, Sink, answer, read_call, refusal, version_of
 
 Act = Callable[[Principal, Header, bytes, Sink], Awaitable[tuple[Header, bytes]]]
-_PRINCIPAL = "principal"
 _QUIET = frozenset({"load", "present", "ping"})
 """Calls that programs make every few seconds; the audit log has them when they fail."""
 
@@ -73,7 +71,29 @@ class Bind:
 class Shell:
     """An HTTP server around `act`: nothing reaches that without a token and a version that is served."""
 
-    def __init__(self, kind: str, access: Access, act: Act, audit: Audit, operations: frozenset[str]):
+    def __init__(
+        self,
+        kind: str,
+        access: Access,
+        act: Act,
+        audit: Audit,
+        operations: frozenset[str],
+        *,
+        health: Callable[[], Mapping[str, Any]] = dict[str, Any],
+        probe: Access | None = None,
+    ):
+        """Makes a server.
+
+        Args:
+            kind: front or node, for the names of metrics.
+            access: Who may call.
+            act: Performs a call.
+            audit: Where calls are written down.
+            operations: What can be asked for.
+            health: Says how it is: `ok`, and why.
+            probe: Who may ask for that besides those who may call.
+        """
+        self._health_of, self._probe = health, probe
         self._access, self._act, self._audit, self._operations = access, act, audit, operations
         self.metrics = Metrics()
         prefix = f"temper_sandbox_{kind}"
@@ -94,20 +114,27 @@ class Shell:
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        principal = self._access.principal(request.headers.get("Authorization", ""))
+        given = request.headers.get("Authorization", "")
+        principal = self._access.principal(given)
+        if principal is None and self._probe is not None and request.path == "/health":
+            principal = self._probe.principal(given)
         if principal is None:
             self._denied.add()
-            self._audit.write(event="denied", peer=request.remote, path=request.path)
+            self._audit.write(event="denied", peer=request.remote, path=request.path[:200])
             denied = refusal(
                 PolicyError("this needs a token that is known here: Authorization: Bearer ..."), 401
             )
             denied.force_close()
             return denied
-        request[_PRINCIPAL] = principal
         try:
             return await handler(request)
         except SandboxError as error:
             return refusal(error)
+
+    def _who(self, request: web.Request) -> Principal:
+        principal = self._access.principal(request.headers.get("Authorization", ""))
+        assert principal is not None  # the guard has let it through
+        return principal
 
     async def _call(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -119,7 +146,7 @@ class Shell:
                 header, body = await read_call(request)
         except TimeoutError as error:
             raise ProtocolError(f"the call did not arrive within {_BODY_S:.0f} s") from error
-        return await answer(request, header, body, self.watched(_who(request)))
+        return await answer(request, header, body, self.watched(self._who(request)))
 
     def watched(self, principal: Principal) -> Callable[..., Awaitable[tuple[Header, bytes]]]:
         """Returns what performs the calls of a principal, counted and written into the audit log."""
@@ -144,8 +171,8 @@ class Shell:
             raise PolicyError(f"there is no operation {str(header['op'])[:40]!r} here")
         try:
             return await self._act(principal, header, body, sink)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            _LOG.exception("the call %s failed", header["op"])
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            _LOG.warning("the call %s has a wrong shape", header["op"], exc_info=error)
             raise PolicyError(f"the call has a wrong shape: {type(error).__name__}: {error}") from error
 
     def _account(
@@ -166,8 +193,7 @@ class Shell:
         self._bytes.add("out", by=len(data))
         if operation in _QUIET and failure is None:
             return
-        owner = header.get("client", {}).get("owner", header.get("owner", ""))
-        who = {"principal": principal.name, "project": principal.project, "owner": owner}
+        who = {"principal": principal.name, "project": principal.project, "owner": owner_of(header)}
         made = {name: reply[name] for name in ("box", "snapshot") if name in reply}
         self._audit.write(
             event="call", op=operation, **who, **{**asked(header, body), **made}, **ended,
@@ -175,13 +201,11 @@ class Shell:
         )  # fmt: skip
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
-        if not _who(request).operator:
+        if not self._who(request).operator:
             raise PolicyError("metrics are for operators")
         return web.Response(text=self.metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4"})
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
-        return web.Response(text=json.dumps({"api": API}), headers={VERSION: str(API)})
-
-
-def _who(request: web.Request) -> Principal:
-    return cast("Principal", request[_PRINCIPAL])
+        about = {"api": API, "ok": True, **self._health_of()}
+        status = 200 if about["ok"] else 503
+        return web.json_response(about, status=status, headers={VERSION: str(API)})

@@ -16,6 +16,7 @@ from sandbox.channel import ByteReader, Header, encode, read_frame
 from sandbox.errors import InfrastructureError, PolicyError, ProtocolError, SandboxError, to_wire
 from sandbox.policy import Network
 from sandbox.recovery import Claim
+from sandbox.shapes import MAX_LEASE_S, MAX_LIFE_S, check_forks, check_spec, check_time
 from sandbox.shares import shares_from
 from sandbox.types import Limits, SandboxSpec
 from sandbox.usage import rows
@@ -46,6 +47,7 @@ class Session:
             "snapshots": self._snapshots, "forget": self._forget, "release": self._release,
             "owners": self._owners,
             "load": self._load, "claim": self._claim, "warm": self._warm, "hold_back": self._hold_back,
+            "keep_warm": self._keep_warm,
             "top": self._top, "describe": self._describe, "denials": self._denials,
         }  # fmt: skip
 
@@ -85,7 +87,7 @@ class Session:
             frame = encode({**reply, "id": number}, data)
         except SandboxError as error:
             frame = encode({"error": to_wire(error), "id": number})
-        except (OSError, KeyError, TypeError, ValueError) as error:
+        except (OSError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             _LOG.exception("request %s failed", header.get("op"))
             problem = InfrastructureError(f"the node failed: {type(error).__name__}: {error}")
             frame = encode({"error": to_wire(problem), "id": number})
@@ -107,7 +109,8 @@ class Session:
             raise ProtocolError("a client has one owner")
         served(header.get("version", UNSAID))
         self._owner = str(header["owner"])
-        self._lease = self._node.join(self._owner, float(header["lease_s"]))
+        lease_s = check_time(header["lease_s"], "lease_s", 0.0, MAX_LEASE_S)
+        self._lease = self._node.join(self._owner, lease_s)
         capabilities = asdict(backend.capabilities())
         about = {"backend": backend.name, "pid": os.getpid(), "version": API}
         return {**about, "lease_s": self._lease.lease_s, "capabilities": capabilities}, b""
@@ -116,23 +119,36 @@ class Session:
         spec = spec_from(header["spec"])
         key, snapshot = str(header.get("key", "")), str(header.get("snapshot", ""))
         shares = shares_from(header.get("shares", ()))
-        box = await self._node.births.create(self._who(), header["backend"], spec, key, snapshot, shares)
+        box = await self._node.births.create(
+            self._who(), await self._backend(header, spec), spec, key, snapshot, shares
+        )
         return self._about(box), b""
 
     async def _claim(self, header: Header, body: bytes) -> _Reply:
         fallback = header.get("fallback", "create")
         if fallback not in FALLBACKS:
             raise PolicyError(f"a claim falls back to {' or '.join(FALLBACKS)}, not {fallback!r}")
+        spec = spec_from(header["spec"])
         boxes = await self._node.births.claim(
-            self._who(), header["backend"], spec_from(header["spec"]), header["count"],
+            self._who(), await self._backend(header, spec), spec, header["count"],
             str(header.get("key", "")), shares_from(header.get("shares", ())), fresh=fallback == "create",
         )  # fmt: skip
         return {"boxes": [box.id for box in boxes], "about": [self._about(box) for box in boxes]}, b""
 
     async def _warm(self, header: Header, body: bytes) -> _Reply:
         """Keeps sandboxes ready: for the owner, or for the operator when the client speaks for nobody."""
+        shares = shares_from(header.get("shares", ()))
         spec, count = spec_from(header["spec"]), int(header["count"])
-        return (await self._node.warm.want(self._owner, header["backend"], spec, count)).about(), b""
+        backend = await self._backend(header, spec)
+        pool = await self._node.warm.want(self._owner, backend, spec, count, shares)
+        return pool.about(), b""
+
+    async def _keep_warm(self, header: Header, body: bytes) -> _Reply:
+        self._node.warm.keep(header["pools"])
+        return {}, b""
+
+    async def _backend(self, header: Header, spec: SandboxSpec) -> str:
+        return (await self._node.pick(spec.backend)).name if spec.backend else str(header["backend"])
 
     async def _hold_back(self, header: Header, body: bytes) -> _Reply:
         self._node.warm.hold_back(bool(header["on"]))
@@ -175,9 +191,10 @@ class Session:
     async def _extend(self, header: Header, body: bytes) -> _Reply:
         box = self._node.box(header["box"], self._owner)
         if "ttl_s" in header:
-            box.extend(float(header["ttl_s"]))
+            box.extend(check_time(header["ttl_s"], "ttl_s", 1e-9, MAX_LIFE_S))
         if "life_s" in header:
-            box.live(float(header["life_s"]), at_least=bool(header.get("at_least")))
+            life_s = check_time(header["life_s"], "life_s", 0.0, MAX_LIFE_S)
+            box.live(life_s, at_least=bool(header.get("at_least")))
         return self._leased(box), b""
 
     async def _describe(self, header: Header, body: bytes) -> _Reply:
@@ -197,7 +214,8 @@ class Session:
 
     async def _fork(self, header: Header, body: bytes) -> _Reply:
         shares = shares_from(header.get("shares", ()))
-        made = await self._node.births.fork(self._owner, header["box"], int(header["count"]), shares)
+        count = check_forks(header["count"])
+        made = await self._node.births.fork(self._owner, header["box"], count, shares)
         return {"boxes": [box.id for box in made], "about": [self._about(box) for box in made]}, b""
 
     async def _close(self, header: Header, body: bytes) -> _Reply:
@@ -236,4 +254,4 @@ def spec_from(data: Mapping[str, Any]) -> SandboxSpec:
     fields: dict[str, Any] = {**data, "limits": Limits(**data["limits"])}
     if "network" in data:
         fields["network"] = Network.of(data["network"])
-    return SandboxSpec(**fields)
+    return check_spec(SandboxSpec(**fields))

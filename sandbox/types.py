@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal, get_args
 
-from sandbox.errors import raise_for
+from sandbox.errors import PolicyError, raise_for
 from sandbox.policy import Network
+
+Latency = Literal["sensitive", "best_effort"]
+"""Whether somebody waits for a sandbox's commands, or they may run in the time that others leave."""
 
 
 class Verdict(StrEnum):
@@ -22,8 +26,8 @@ class Verdict(StrEnum):
 class Limits:
     """Resource limits of one sandbox: cores, bytes, processes.
 
-    Files are written to memory, at most `tmpfs_bytes` of them; with `disk_bytes` to a file of that size on the
-    node's disk instead (capability `disk_file`). Either way there are at most `tmpfs_inodes` of them.
+    Files are written to memory, at most `tmpfs_bytes` of them; with `disk_bytes` to a file of that size on
+    the node's disk instead (capability `disk_file`). Either way there are at most `tmpfs_inodes` of them.
     """
 
     cpus: float = 1.0
@@ -39,10 +43,10 @@ class Limits:
 class Capabilities:
     """What a backend holds on this machine. Asking for what it lacks is an error, never a downgrade.
 
-    `terminal_signals`: keys such as Ctrl-C signal the processes of a terminal. `oom_told`: a process beyond the
-    memory limit is ended alone, and the result of its command says so; without it an allocation fails or the
-    whole sandbox ends. `stateful`: what a command leaves is there for the next; without it each command starts
-    in an empty place of its own, and only commands are on offer.
+    `terminal_signals`: keys such as Ctrl-C signal the processes of a terminal. `oom_told`: a process beyond
+    the memory limit is ended alone, and its command's result says so; without it an allocation fails or the
+    whole sandbox ends. `stateful`: what a command leaves is there for the next; without it each command
+    starts in an empty place of its own, and only commands are on offer.
     """
 
     images: bool
@@ -65,13 +69,16 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class SandboxSpec:
-    """What to create. `image` names a base layer (`name:tag` or digest) or an image of the backend; empty is
-    the built-in Python. `workspace` and `toolkit` are layers over it (`temper sandbox layer`).
+    """What to create.
 
-    A sandbox that nobody has used for `ttl_s` seconds is ended, and any `life_s` seconds after its start unless
-    that is 0. With `journal` its commands and their results
-    are written down, so that a caller who starts over can attach to it.
-    `network` says what it may reach in each phase; nothing, if nothing is said.
+    `image` names a base layer (`name:tag` or digest) or an image of the backend; empty is the
+    built-in Python. `workspace` and `toolkit` are layers over it (`temper sandbox layer`).
+
+    A sandbox that nobody has used for `ttl_s` seconds is ended, and any one `life_s` seconds after its start
+    unless that is 0. With `journal` its commands and their results are written down, so that a caller who
+    starts over can attach to it. `backend` is used in place of the connection's. A `best_effort` sandbox
+    runs in the processor time that all others leave. `network` says what it may reach in each phase; nothing,
+    if nothing is said.
     """
 
     image: str = ""
@@ -83,6 +90,12 @@ class SandboxSpec:
     workspace: str = ""
     toolkit: str = ""
     network: Network = field(default_factory=Network)
+    backend: str = ""
+    latency: Latency = "sensitive"
+
+    def __post_init__(self) -> None:
+        if self.latency not in get_args(Latency):
+            raise PolicyError(f"latency is {' or '.join(get_args(Latency))}, not {self.latency!r}")
 
 
 @dataclass(frozen=True, slots=True)

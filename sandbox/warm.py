@@ -16,7 +16,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -113,11 +113,14 @@ class WarmPools:
                 if owner != OPERATOR:
                     yield from [(owner, pool.spec)] * count
 
-    async def want(self, owner: str, backend: str, spec: SandboxSpec, count: int) -> WarmPool:
+    async def want(
+        self, owner: str, backend: str, spec: SandboxSpec, count: int, shares: Sequence[Share] = ()
+    ) -> WarmPool:
         """Has `count` of a specification kept ready on behalf of an owner, or of the operator (0: no more).
 
         Raises:
             PolicyError: The node will never have them.
+            RefusedError: The project's quota would be passed.
             BackendMissingError: It has no such backend.
         """
         if count:
@@ -128,6 +131,9 @@ class WarmPools:
                 f"the node holds {self._node.limits.sandboxes} sandboxes, not {count} warm ones"
             )
         name = pool_id(backend, spec)
+        before = self._pools[name].wanted.get(owner, 0) if name in self._pools else 0
+        if count > before:
+            check(shares, spec, count - before, self._node.held())
         pool = self._pools.setdefault(name, WarmPool(name, backend, spec))
         pool.wanted[owner] = count
         pool.wanted = {who: number for who, number in pool.wanted.items() if number}
@@ -140,6 +146,12 @@ class WarmPools:
         """Drops what an owner wanted who has gone."""
         for pool in list(self._pools.values()):
             if pool.wanted.pop(owner, 0):
+                self._trim(pool)
+
+    def keep(self, names: Collection[str]) -> None:
+        """Drops what the operator wanted of pools with other names."""
+        for pool in [pool for pool in self._pools.values() if pool.id not in names]:
+            if pool.wanted.pop(OPERATOR, 0):
                 self._trim(pool)
 
     def _trim(self, pool: WarmPool) -> None:

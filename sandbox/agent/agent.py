@@ -57,8 +57,8 @@ FULL, READ, IDLE_S = 1 << 20, 1 << 16, 5.0
 class Agent:
     """The event loop: requests in, commands run, replies out."""
 
-    def __init__(self, channel_in: int, channel_out: int, zygote: socket, uid: int | None):
-        self.uid = uid
+    def __init__(self, channel_in: int, channel_out: int, zygote: socket, uid: int | None, fresh: bool):
+        self.uid, self.fresh = uid, fresh
         self.channel_in, self.channel_out, self.zygote = channel_in, channel_out, zygote
         self.received, self.outgoing = bytearray(), bytearray()
         self.commands: dict[int, Command] = {}
@@ -270,7 +270,7 @@ class Agent:
 
     def start(self, header: Header, stdin: bytes) -> None:
         """Starts a command, the job ahead of its input, in the one that waits if that is as it needs."""
-        brief = header["op"] == "python"
+        brief = header["op"] == "python" or self.fresh
         if self.waits(brief) and not header.get("user") and not header.get("state"):
             launched = self.spares.pop(brief)
         else:
@@ -418,7 +418,7 @@ def confine(config: Header) -> None:
     libc.prctl(libc.PR_SET_NO_NEW_PRIVS, 1)
     if config["uid"] is None:
         libc.prctl(libc.PR_SET_DUMPABLE, 0)  # commands share the agent's user: no ptrace of it
-    if config["seccomp"]:
+    if config["seccomp"] and not config["fresh"]:  # then each command has it, as keepers make namespaces
         libc.filter_calls(binascii.a2b_base64(config["seccomp"]))
 
 
@@ -426,6 +426,7 @@ def main() -> None:
     """Takes the channel off stdin and stdout, so that no command can inherit it, and serves."""
     config: Header = small_json.loads(sys.argv[1])
     config["uid"] = config["uid"] if os.geteuid() == 0 else None
+    config.setdefault("fresh", "")
     confine(config)
     if config.get("door"):
         from .network import hand_over
@@ -451,7 +452,7 @@ def main() -> None:
 
         serve_forks(theirs, config)
     theirs.close()
-    Agent(channel_in, channel_out, ours, config["uid"]).run()
+    Agent(channel_in, channel_out, ours, config["uid"], bool(config["fresh"])).run()
 
 
 if __name__ == "__main__":

@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING, Protocol
 
 from sandbox.backends import seccomp
 from sandbox.channel import ByteReader
+from sandbox.errors import PolicyError
 from sandbox.resident import ByteWriter
 from sandbox.types import Capabilities, Limits, SandboxSpec
 
 if TYPE_CHECKING:
     from sandbox.egress.gate import Gate
+    from sandbox.layers.writable import Writable
+
+AUTO = ("docker", "bubblewrap")
+"""What `auto` stands for: the first that is there. Others differ too much to be had unasked."""
 
 COMMAND_UID = 60000
 """The user of commands; Python commands have one each of those that follow."""
@@ -29,7 +34,8 @@ class Started:
 
     `pause` stops (True) all its processes or lets them go on; None where the backend cannot. `groups` gives
     the folders of its control groups by controller, as far as there are any. `gate` is its network, if it has
-    one; no backend makes that.
+    one; no backend makes that. `writable` is the upper folder of a root of layers. `spec` is what was
+    started: names of layers have become digests.
     """
 
     reader: ByteReader
@@ -39,6 +45,25 @@ class Started:
     pause: Callable[[bool], Awaitable[None]] | None = None
     groups: Callable[[], Mapping[str, Path]] = dict[str, Path]
     gate: Gate | None = None
+    writable: Writable | None = None
+    spec: SandboxSpec | None = None
+
+
+def refuse_layers(backend: str, spec: SandboxSpec, *, images: bool = False) -> None:
+    """Returns when `spec` asks for none of the things that only layers give.
+
+    Raises:
+        PolicyError: It does.
+    """
+    asked = {
+        "images": "" if images else spec.image,
+        "workspaces": spec.workspace,
+        "toolkits": spec.toolkit,
+        "disks": spec.limits.disk_bytes,
+    }
+    for what, which in asked.items():
+        if which:
+            raise PolicyError(f"the {backend} backend has no {what} (asked for {which!r}); try bubblewrap")
 
 
 class Backend(Protocol):
@@ -77,7 +102,14 @@ class Backend(Protocol):
 
 
 def agent_command(
-    folder: str, limits: Limits, *, uid: int | None, alone: bool, network: bool = False
+    folder: str,
+    limits: Limits,
+    *,
+    uid: int | None,
+    alone: bool,
+    network: bool = False,
+    fresh: bool = False,
+    env: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Returns the interpreter's arguments that start the agent found at `folder`/agent.
 
@@ -87,11 +119,16 @@ def agent_command(
         uid: The first user of commands, or None to run them as the agent's.
         alone: Whether no control group holds memory and processes, so that limits per process must do.
         network: Whether there is a door to hand a listener through.
+        fresh: Whether each command has namespaces and folders of its own, which the agent must be let make.
+        env: What commands have in their environment unless they bring something else.
     """
-    rlimits = {"NOFILE": limits.open_files, "FSIZE": limits.tmpfs_bytes, "CORE": 0, "MEMLOCK": 1 << 16}
+    largest = max(limits.tmpfs_bytes, limits.disk_bytes)
+    rlimits = {"NOFILE": limits.open_files, "FSIZE": largest, "CORE": 0, "MEMLOCK": 1 << 16}
     if alone:
         rlimits |= {"AS": limits.memory_bytes, "NPROC": limits.pids}
     door = DOOR if network else ""
-    config = json.dumps({"uid": uid, "rlimits": rlimits, "seccomp": seccomp.program(), "door": door})
+    sized = f"mode=1777,size={limits.tmpfs_bytes},nr_inodes={limits.tmpfs_inodes}" if fresh else ""
+    told = {"door": door, "fresh": sized, "env": dict(env or {})}
+    config = json.dumps({"uid": uid, "rlimits": rlimits, "seccomp": seccomp.program(), **told})
     start = f"import sys; sys.path.insert(0, {folder!r}); from agent.agent import main; main()"
     return ["-I", "-S", "-c", start, config]

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import Any, cast
@@ -21,17 +22,23 @@ import docker.types
 import requests.exceptions
 
 from sandbox.backends import cgroups
-from sandbox.backends.base import COMMAND_UID, DOOR, Started, agent_command
+from sandbox.backends.base import COMMAND_UID, DOOR, Started, agent_command, refuse_layers
 from sandbox.egress import jail
 from sandbox.egress.doors import door_of
-from sandbox.errors import InfrastructureError, ProtocolError
+from sandbox.errors import InfrastructureError, PolicyError, ProtocolError
 from sandbox.images import AGENT_FOLDER, ImageError, ensure_image
+from sandbox.layers.compose import Composer
+from sandbox.layers.containers import ContainerRoots, Layered
 from sandbox.types import Capabilities, Limits, SandboxSpec
 
 STATE_DIR, OWNER, BOX = "tempering.state_dir", "tempering.owner", "tempering.sandbox"
 _STREAM_HEADER = struct.Struct("!BxxxI")
 _STDOUT, _STDERR = 1, 2
 _MAX_CHUNK = 1 << 20
+_FREEZES, _FREEZE_RETRY_S = 5, 0.05
+_LEAST_SHARES = 2
+"""The least weight of a container, 1024 as a rule; with version 2 the engine sets `cpu.weight` 1."""
+
 _UNREACHABLE = (docker.errors.DockerException, requests.exceptions.RequestException)
 
 
@@ -40,10 +47,12 @@ class Docker:
 
     name = "docker"
 
-    def __init__(self, state_dir: Path | None = None) -> None:
-        self._state_dir = state_dir
+    def __init__(self, state_dir: Path | None = None, composer: Composer | None = None) -> None:
+        self._state_dir, self._composer = state_dir, composer
+        self._roots = ContainerRoots(composer, state_dir / "toolkit") if composer and state_dir else None
         self._client: Any = None
         self._image: str = ""
+        self._remapped = False
         self._making = asyncio.Lock()
 
     async def missing(self) -> str:
@@ -52,10 +61,12 @@ class Docker:
             await asyncio.to_thread(self._connect)
         except _UNREACHABLE as error:
             return f"no Docker engine answers ({_first_line(error)})"
+        if not str(self._client.api.base_url).startswith("http+docker://"):
+            return "the engine is not of this machine: sandboxes need one behind a Unix socket (DOCKER_HOST)"
         return ""
 
     def capabilities(self) -> Capabilities:
-        """Returns what a container holds: everything."""
+        """Returns what a container holds; one with users of its own cannot reach the door to a network."""
         return Capabilities(
             images=True,
             memory_limit=True,
@@ -64,27 +75,37 @@ class Docker:
             inode_limit=True,
             separate_users=True,
             pause=True,
-            network=not jail.lacking(),
+            network=not jail.lacking() and not self._remapped,
+            layers=self._composer is not None and not self._composer.missing(),
         )
 
     async def start(self, box_id: str, owner: str, spec: SandboxSpec) -> Started:
         """Starts one container.
 
         Raises:
+            PolicyError: A disk was asked for, or layers that do not go together or cannot be mounted here, or
+                the engine does not have the image.
+            LayerError: A layer is not there or damaged.
             InfrastructureError: The engine refused.
         """
+        refuse_layers(self.name, SandboxSpec(limits=spec.limits) if self._roots else spec, images=True)
         container: Any = None
+        layered: Layered | None = None
         try:
-            image = spec.image or await self._built_in()
-            container = await asyncio.to_thread(self._create, box_id, owner, spec, image)
+            layered = await self._layered(box_id, spec)
+            container = await self._container(box_id, owner, spec, layered)
             stream = await asyncio.to_thread(_attach, container)
             reader, writer = await asyncio.open_connection(sock=_socket_of(stream), limit=1 << 22)
             await asyncio.to_thread(container.start)
         except (*_UNREACHABLE, OSError, ImageError) as error:
             if container is not None:
-                await asyncio.to_thread(_remove, container)
+                with contextlib.suppress(*_UNREACHABLE):  # then the reaper finds it when the engine is back
+                    await asyncio.to_thread(_remove, container)
+            if layered is not None:
+                await asyncio.to_thread(layered.release)
             raise InfrastructureError(f"Docker did not start the sandbox: {_first_line(error)}") from error
-        oom_kills = cgroups.OomCounter(cgroups.container_groups(str(container.id)).get("memory"))
+        groups = await asyncio.to_thread(_groups, container)
+        oom_kills = cgroups.OomCounter(groups.get("memory"))
 
         async def kill() -> None:
             writer.close()
@@ -94,15 +115,21 @@ class Docker:
             ):  # the agent ends with its channel, and the container then
                 await asyncio.to_thread(_remove, container)
             stream.close()
+            if layered is not None:
+                await asyncio.to_thread(layered.release)
 
         async def pause(stop: bool) -> None:
             try:
-                await asyncio.to_thread(container.pause if stop else container.unpause)
+                await asyncio.to_thread(_freeze, container, stop)
             except _UNREACHABLE as error:
-                raise InfrastructureError(f"Docker did not pause or resume: {_first_line(error)}") from error
+                what = f"Docker did not {'pause' if stop else 'resume'}: {_first_line(error)}"
+                raise InfrastructureError(what) from error
 
-        groups = cgroups.container_groups(str(container.id))
-        return Started(Demultiplexed(reader), writer, kill, oom_kills, pause, lambda: groups)
+        writable, started = (layered.writable, layered.spec) if layered else (None, None)
+        return Started(
+            Demultiplexed(reader), writer, kill, oom_kills, pause, lambda: groups,
+            writable=writable, spec=started,
+        )  # fmt: skip
 
     async def reclaim(self, state_dir: Path) -> list[str]:
         """Removes the containers that an earlier node of this folder left, by label."""
@@ -117,9 +144,13 @@ class Docker:
             return []
         try:
             there = await asyncio.to_thread(self._labelled)
+            mounted = self._roots.places() if self._roots else []
             stray = {box: container for box, container in there.items() if box not in held()}
             for container in stray.values():
                 await asyncio.to_thread(self._remove_by_id, container)
+            for place in mounted:
+                if self._roots and place not in held():
+                    await asyncio.to_thread(self._roots.unmount, place)
         except _UNREACHABLE as error:
             raise InfrastructureError(f"Docker did not list or remove: {_first_line(error)}") from error
         return sorted(stray)
@@ -139,6 +170,26 @@ class Docker:
         if self._client is not None:
             self._client.close()
 
+    async def _layered(self, box_id: str, spec: SandboxSpec) -> Layered | None:
+        if self._roots is None or not await asyncio.to_thread(self._roots.wanted, spec):
+            return None
+        connection, image = await asyncio.to_thread(self._connect), spec.image or await self._built_in()
+        return await asyncio.to_thread(self._roots.prepare, connection, box_id, spec, image)
+
+    async def _container(self, box_id: str, owner: str, spec: SandboxSpec, layered: Layered | None) -> Any:
+        if layered is not None:
+            return await asyncio.to_thread(self._create, box_id, owner, spec, layered.image, layered)
+        try:
+            image = spec.image or await self._built_in()
+            return await asyncio.to_thread(self._create, box_id, owner, spec, image, None)
+        except docker.errors.ImageNotFound as error:
+            if spec.image:
+                raise PolicyError(
+                    f"the engine has no image {spec.image!r}: docker pull it, or load it"
+                ) from error
+        self._image = ""  # somebody has removed it
+        return await asyncio.to_thread(self._create, box_id, owner, spec, await self._built_in(), None)
+
     async def _built_in(self) -> str:
         async with self._making:
             if not self._image:
@@ -149,19 +200,28 @@ class Docker:
         if self._client is None:
             client: Any = docker.from_env(timeout=60)
             client.ping()
+            security = str(client.info().get("SecurityOptions"))
+            self._remapped = "name=userns" in security or "name=rootless" in security
             self._client = client
         return self._client
 
-    def _create(self, box_id: str, owner: str, spec: SandboxSpec, image: str) -> Any:
-        network = bool(spec.network)
-        agent = agent_command(AGENT_FOLDER, spec.limits, uid=COMMAND_UID, alone=False, network=network)
+    def _create(self, box_id: str, owner: str, spec: SandboxSpec, image: str, layered: Layered | None) -> Any:
+        network, settings = bool(spec.network), hardening(spec.limits)
+        if layered is not None and layered.writable is not None:
+            del settings["tmpfs"]["/workspace"]
+        env = layered.env if layered else {}
+        agent = agent_command(
+            AGENT_FOLDER, spec.limits, uid=COMMAND_UID, alone=False, network=network, env=env
+        )
         return self._connect().containers.create(
-            image,
-            ["/usr/bin/python3", *agent],
+            layered.image if layered else image,
+            [*(layered.interpreter if layered else ["/usr/bin/python3"]), *agent],
+            volumes=layered.volumes if layered else {},
             mounts=[self._door(box_id)] if network else [],
             name=f"tempering-{box_id}",
             labels={**spec.labels, STATE_DIR: str(self._state_dir), OWNER: owner, BOX: box_id},
-            **hardening(spec.limits),
+            cpu_shares=_LEAST_SHARES if spec.latency == "best_effort" else 1024,
+            **settings,
         )
 
     def _door(self, box_id: str) -> docker.types.Mount:
@@ -175,6 +235,8 @@ class Docker:
         ):
             _remove(container)
             removed.append(str(container.name))
+        if self._roots is not None:
+            removed += self._roots.reclaim(self._connect())
         return removed
 
 
@@ -242,6 +304,18 @@ def _ulimits(limits: Limits) -> Iterator[docker.types.Ulimit]:
         yield docker.types.Ulimit(name=name, soft=value, hard=value)
 
 
+def _freeze(container: Any, stop: bool) -> None:
+    """Pauses or resumes; a runtime that cannot freeze it at once (its processes fork) is asked again."""
+    for left in reversed(range(_FREEZES)):
+        try:
+            container.pause() if stop else container.unpause()
+            return
+        except docker.errors.APIError as error:
+            if not left or "freeze" not in str(error):
+                raise
+        time.sleep(_FREEZE_RETRY_S)
+
+
 def _attach(container: Any) -> Any:
     return container.attach_socket(params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
 
@@ -250,6 +324,16 @@ def _socket_of(stream: Any) -> socket.socket:
     sock: socket.socket = stream._sock
     sock.setblocking(False)
     return sock
+
+
+def _groups(container: Any) -> dict[str, Path]:
+    """Returns a container's control groups; where the engine was told another place, by its first process."""
+    if found := cgroups.container_groups(str(container.id)):
+        return found
+    with contextlib.suppress(*_UNREACHABLE):
+        container.reload()
+        return cgroups.groups_of(int(container.attrs["State"]["Pid"]))
+    return {}
 
 
 def _remove(container: Any) -> None:

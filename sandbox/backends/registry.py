@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sandbox.backends.base import Backend
+from sandbox.backends.base import AUTO, Backend
 from sandbox.backends.bubblewrap import Bubblewrap
 from sandbox.backends.docker import Docker
+from sandbox.backends.function import Function
 from sandbox.backends.gvisor import Gvisor
 from sandbox.errors import BackendMissingError
-
-AUTO = ("docker", "bubblewrap")
-"""What `auto` stands for, the first that is there; the others differ too much to be had without being asked for."""
+from sandbox.layers.compose import Composer
 
 _GET_ONE = (
     "install bubblewrap (as root: apt-get install bubblewrap) or start a Docker engine "
@@ -21,9 +20,10 @@ _GET_ONE = (
 
 def backends(state_dir: Path | None = None) -> dict[str, Backend]:
     """Returns the backends for the node of a state folder."""
-    return {
-        backend.name: backend for backend in (Docker(state_dir), Bubblewrap(state_dir), Gvisor(state_dir))
-    }
+    composer = Composer(state_dir) if state_dir else None
+    docker, light = Docker(state_dir, composer), Bubblewrap(state_dir, composer)
+    among: tuple[Backend, ...] = (docker, light, Gvisor(state_dir), Function(state_dir))
+    return {backend.name: backend for backend in among}
 
 
 async def choose(name: str, among: dict[str, Backend]) -> Backend:

@@ -1,7 +1,7 @@
 """Roots composed of layers, for the sandboxes of one node: toolkit over workspace over base.
 
-A layer is verified and mounted once for all sandboxes of the node, and kept so while one of them uses it. What
-a node that was killed left mounted is taken away by the next one (`reclaim`).
+A layer is verified and mounted once for all sandboxes of the node, and kept so while one uses it. What a
+node that was killed left mounted is taken away by the next one (`reclaim`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from sandbox.layers.store import IMAGE, TREE, LayerStore
 from sandbox.types import SandboxSpec
 
 MOUNTS, LAYERS = "mounts", "layers"
+NO_PRELOAD = "skeleton/etc/ld.so.preload"
+"""Below the folder of mounts: an empty file."""
 
 
 @dataclass(slots=True)
@@ -42,6 +44,15 @@ class Composed:
     env: dict[str, str] = field(default_factory=dict[str, str])
 
 
+def lacking() -> str:
+    """Returns in one line why this machine composes no roots; empty when it does."""
+    if os.geteuid() != 0:
+        return "layers are composed by root alone (mounts): run the node as root"
+    if "\toverlay\n" not in Path("/proc/filesystems").read_text():
+        return "this kernel has no overlay file system: modprobe overlay"
+    return ""
+
+
 class Composer:
     """Holds the layers of a node's sandboxes. Its methods block; call them from a thread."""
 
@@ -53,15 +64,7 @@ class Composer:
 
     def missing(self) -> str:
         """Returns in one line why no root can be composed here; empty when it can."""
-        if os.geteuid() != 0:
-            return "layers are composed by root alone (mounts): run the node as root"
-        if "\toverlay\n" not in Path("/proc/filesystems").read_text():
-            return "this kernel has no overlay file system: modprobe overlay"
-        return ""
-
-    def wanted(self, spec: SandboxSpec) -> bool:
-        """Whether a specification asks for a root of layers."""
-        return bool(spec.image or spec.workspace or spec.toolkit)
+        return lacking()
 
     def pinned(self, spec: SandboxSpec) -> SandboxSpec:
         """Returns a specification in which names of layers are digests, so that it stays what it is.
@@ -79,8 +82,12 @@ class Composer:
             toolkit=toolkit.digest if toolkit else "",
         )
 
-    def acquire(self, spec: SandboxSpec) -> Composed:
+    def acquire(self, spec: SandboxSpec, *, base: bool = True) -> Composed:
         """Returns the layers of a sandbox, verified and mounted; `release` gives them back.
+
+        Args:
+            spec: What is asked for.
+            base: Whether a base is among them: that of the image, or the built-in one.
 
         Raises:
             PolicyError: This machine cannot compose.
@@ -89,8 +96,9 @@ class Composer:
         if problem := self.missing():
             raise PolicyError(problem)
         spec = self.pinned(spec)
-        base = self.store.get(spec.image, Kind.BASE) if spec.image else ensure_base(self.store)
-        wanted = [base]
+        wanted: list[Layer] = []
+        if base:
+            wanted.append(self.store.get(spec.image, Kind.BASE) if spec.image else ensure_base(self.store))
         wanted += [self.store.get(digest) for digest in (spec.workspace, spec.toolkit) if digest]
         trees: list[Path] = []
         env: dict[str, str] = {}
@@ -157,7 +165,8 @@ class Composer:
             for name, mode in _SKELETON:
                 (draft / name).mkdir(parents=True)
                 (draft / name).chmod(mode)
-            (draft / "etc/ld.so.preload").touch(0o644)
+            (draft / "etc/ld.so.preload").touch()
+            (draft / "etc/ld.so.preload").chmod(0o644)
             draft.chmod(0o755)
             with contextlib.suppress(OSError):  # another thread was faster
                 draft.rename(skeleton)
@@ -186,7 +195,7 @@ class Composer:
         for path in mounts_below(self.mounts):
             with contextlib.suppress(OSError):
                 unmount(path)
-                left.append(f"mount {path.relative_to(self.mounts)}")
+                left.append(f"mount {path.name}")
         shutil.rmtree(self.mounts, ignore_errors=True)
         return left
 

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import hashlib
 import json
 import os
 import secrets
 import shutil
-from collections.abc import Generator, Iterator
+import subprocess
+from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,14 +99,9 @@ class LayerStore:
             f"there is no {what} {reference!r} in {self.folder}; {known} (`temper sandbox layer`)"
         )
 
-    def all(self) -> Iterator[Layer]:
-        """Yields every layer, with a name or without.
-
-        Raises:
-            LayerError: One is damaged.
-        """
-        for place in self._places():
-            yield self.get(f"sha256:{place.name}")
+    def digests(self) -> list[str]:
+        """Returns the digests of all layers, with a name or without, whole or damaged."""
+        return [f"sha256:{place.name}" for place in self._places()]
 
     def _places(self) -> list[Path]:
         return sorted(path for path in self.folder.glob("*") if is_digest(f"sha256:{path.name}"))
@@ -131,10 +128,10 @@ class LayerStore:
                 Path(lock.name).unlink(missing_ok=True)
 
     def publish(self, tree: Path, kind: Kind, config: Config, over: str = "", name: str = "") -> Layer:
-        """Makes a layer of a draft's tree, all or nothing, and gives it a name; the tree is used up.
+        """Makes a layer of a draft's tree, all or nothing, and gives it a name.
 
         Args:
-            tree: A folder inside a draft of this store.
+            tree: A folder, which may be used up.
             kind: What it is.
             config: What it wants of its sandboxes.
             over: The digest of the base that it was built over, if any.
@@ -147,10 +144,16 @@ class LayerStore:
             check_name(name)
         settle(tree, kind)
         digest = digest_of(tree, kind, config, over)
-        layer, ready = self._intact(digest), tree.parent / f"{tree.name}.ready"
+        with self.draft() as scratch:
+            return self._publish(
+                tree, Layer(digest, kind, config, over, *totals(tree)), name, scratch / "ready"
+            )
+
+    def _publish(self, tree: Path, wanted: Layer, name: str, ready: Path) -> Layer:
+        digest, kind, layer = wanted.digest, wanted.kind, self._intact(wanted.digest)
         if layer is None:
             ready.mkdir(mode=0o700)
-            layer = self._lay_down(Layer(digest, kind, config, over, *totals(tree)), tree, ready)
+            layer = self._lay_down(wanted, tree, ready)
         with self._locked():
             if ready.exists():
                 if self.place(digest).exists():  # another builder's, or damaged: either way this one is whole
@@ -179,7 +182,7 @@ class LayerStore:
             _sync(ready / IMAGE)
             layer = replace(layer, image=file_hash(ready / IMAGE))
         else:
-            tree.rename(ready / TREE)
+            _move(tree, ready / TREE)
             fd = os.open(ready, os.O_RDONLY)
             _libc.syncfs(fd)
             os.close(fd)
@@ -347,6 +350,18 @@ def file_hash(path: Path) -> str:
     """Returns the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _move(tree: Path, to: Path) -> None:
+    try:
+        tree.rename(to)
+        return
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EBUSY):
+            raise
+    done = subprocess.run(["cp", "-a", "--", str(tree), str(to)], capture_output=True, check=False)
+    if done.returncode:
+        raise LayerError(f"a layer could not be copied: {done.stderr.decode(errors='replace').strip()}")
 
 
 def _discard(path: Path) -> None:

@@ -135,9 +135,7 @@ def settle(root: Path, kind: Kind) -> None:
             _empty(root / name)
     for found in walk(root):
         if found.kind == "special" or (found.kind == "whiteout" and kind is Kind.BASE):
-            raise LayerError(
-                f"/{found.path} is a device, pipe or socket; a layer has files, folders and links"
-            )
+            raise LayerError(f"/{found.path} is a device, pipe or socket; no layer has one")
         if found.path in _PLACES and found.kind != "dir":
             raise LayerError(f"/{found.path} is no folder; a sandbox mounts something there or below")
         _settle(found)
@@ -152,20 +150,20 @@ def _empty(folder: Path) -> None:
 
 
 def _settle(found: Found) -> None:
-    if os.geteuid() == 0:
-        uid = 0 if found.path in _ROOTS else COMMAND_UID
-        if (found.info.st_uid, found.info.st_gid) != (uid, uid):
-            os.lchown(found.full, uid, uid)
+    uid = 0 if found.path in _ROOTS else COMMAND_UID
+    moved = os.geteuid() == 0 and (found.info.st_uid, found.info.st_gid) != (uid, uid)
+    if moved:
+        os.lchown(found.full, uid, uid)
     if found.kind in ("file", "dir"):
         mode = 0o1777 if found.path in _OPEN else found.info.st_mode & 0o755
         mode |= 0o700 if found.kind == "dir" else 0
         mode = 0o755 if found.path in _ROOTS else mode
-        if stat.S_IMODE(found.info.st_mode) != mode or found.kind == "file":
-            os.chmod(found.full, mode)  # also after a change of owner, which may have cleared bits
+        if moved or stat.S_IMODE(found.info.st_mode) != mode:  # a change of owner may clear bits
+            os.chmod(found.full, mode)
 
 
 def content(root: Path) -> Iterator[tuple[str, ...]]:
-    """Yields a line for each path of a tree, by name: path, kind, mode, and target or hash of what is in it."""
+    """Yields what each path of a tree is, by name: path, kind, mode, and target or hash of its content."""
     for found in sorted(walk(root), key=lambda found: found.path):
         mode = format(stat.S_IMODE(found.info.st_mode), "o") if found.kind in ("file", "dir") else ""
         what = ""

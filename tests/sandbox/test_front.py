@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import aiohttp
@@ -18,9 +18,11 @@ import pytest
 from sandbox.channel import encode, read_frame
 from sandbox.client import Fleet
 from sandbox.errors import LostError, PolicyError, RefusedError
+from sandbox.policy import Network, Rule
 from sandbox.tokens import NODE_TOKEN, TOKEN, fresh_token
 from sandbox.types import Limits, SandboxSpec
-from sandbox.wire import API, TYPE, VERSION
+from sandbox.versions import API
+from sandbox.wire import TYPE, VERSION
 
 ROOT = Path(__file__).parents[2]
 SMALL = SandboxSpec(limits=Limits(memory_bytes=64 << 20))
@@ -146,6 +148,26 @@ async def test_the_same_calls_as_on_this_machine(fleet: Fleet, tmp_path: Path) -
     assert await fleet.boxes() == []
 
 
+async def test_phases_and_denials_are_had_through_a_front(fleet: Fleet, cluster: Cluster) -> None:
+    look = "import urllib.request as u; u.urlopen('http://nowhere.lab/', timeout=30)"
+    network = Network({"setup": (Rule(registry="debian"),), "solve": ()}, "setup")
+    async with await fleet.create(replace(SMALL, network=network)) as box:
+        await box.phase("solve")
+        with pytest.raises(PolicyError, match="did you mean 'solve'"):
+            await box.phase("sovle")
+        assert b"403" in (await box.exec(["python3", "-c", look])).stderr
+        (denial,) = await box.denials()
+        assert (denial.phase, denial.reason, denial.host) == ("solve", "host", "nowhere.lab")
+        url = f"{cluster.urls[box.id.partition('.')[0]]}/metrics"
+    headers = {"Authorization": f"Bearer {cluster.node_token}"}
+    async with aiohttp.ClientSession() as session, asyncio.timeout(60):
+        while True:
+            async with session.get(url, headers=headers) as response:
+                if 'temper_sandbox_node{what="denied_host"} 1' in (await response.text()).splitlines():
+                    return
+            await asyncio.sleep(0.1)
+
+
 async def test_a_label_names_the_node_and_one_that_nobody_has_is_an_error(fleet: Fleet) -> None:
     for zone in ("one", "two"):
         box = await fleet.create(SandboxSpec(limits=SMALL.limits, labels={"node.zone": zone}))
@@ -265,10 +287,10 @@ async def test_every_path_wants_a_token_and_a_version_that_is_served(cluster: Cl
                 assert "error" in (await read_frame(response.content))[0]
 
 
-async def test_a_client_of_version_1_is_served(cluster: Cluster) -> None:
-    """The recorded calls of a version 1 client: create, run, close."""
-    calls = json.loads((ROOT / "tests/data/sandbox_api/version_1.json").read_text())
-    headers = {"Authorization": f"Bearer {cluster.tokens['alice']}", "Content-Type": TYPE, VERSION: "1"}
+async def test_a_client_of_version_2_is_served(cluster: Cluster) -> None:
+    """The recorded calls of a version 2 client: create, run, files, processes, close."""
+    calls = json.loads((ROOT / "tests/data/sandbox_api/version_2.json").read_text())
+    headers = {"Authorization": f"Bearer {cluster.tokens['alice']}", "Content-Type": TYPE, VERSION: "2"}
     box = ""
     async with aiohttp.ClientSession() as session:
         for call in calls:

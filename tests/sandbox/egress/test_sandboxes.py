@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from sandbox.backends.registry import backends
 from sandbox.client import Fleet, RemoteBox
-from sandbox.egress import jail
+from sandbox.egress import gate, jail
 from sandbox.egress.operator import FILE
 from sandbox.errors import InfrastructureError, PolicyError
 from sandbox.policy import Denial, Network, Rule
@@ -203,6 +204,7 @@ async def test_a_switch_is_a_command_of_the_sequence(fleet: Fleet, online: Remot
     assert await fetch(again, url) == ["403 host"]
 
 
+@pytest.mark.slow
 async def test_a_dead_node_leaves_no_proxy_and_a_replay_finds_its_phase(
     spec: SandboxSpec, state_dir: Path, tmp_path: Path, web: Any
 ) -> None:
@@ -217,7 +219,7 @@ async def test_a_dead_node_leaves_no_proxy_and_a_replay_finds_its_phase(
     os.kill(fleet.node_pid, signal.SIGKILL)
     await fleet.close()
     async with asyncio.timeout(60):
-        while any(map(alive, proxies)):
+        while any(map(alive, proxies)):  # noqa: ASYNC110 (they are no children of ours)
             await asyncio.sleep(0.05)
     async with await Fleet.connect(**connect) as fleet:
         box = await fleet.attach(box.id, replay=True)
@@ -266,5 +268,10 @@ def test_a_machine_without_the_means_says_which(monkeypatch: pytest.MonkeyPatch,
     assert "bubblewrap, which is not installed" in jail.lacking()
 
 
-async def test_capabilities_say_so(fleet: Fleet) -> None:
+async def test_a_backend_without_networks_says_so(fleet: Fleet, spec: SandboxSpec, state_dir: Path) -> None:
     assert fleet.capabilities.network
+    without = next(
+        name for name, backend in backends(state_dir).items() if not backend.capabilities().network
+    )
+    with pytest.raises(PolicyError, match=f"{without} sandboxes have none"):
+        await gate.start(backends(state_dir)[without], state_dir, "box", "owner", spec)
