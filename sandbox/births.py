@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import weakref
 from collections.abc import AsyncGenerator, Generator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from sandbox.errors import InfrastructureError, LostError, RefusedError, Sandbox
 from sandbox.journal import Journal
 from sandbox.recovery import Recorder, Replay
 from sandbox.session import spec_from
-from sandbox.snapshots import Snapshot, load
+from sandbox.snapshots import load
 from sandbox.types import SandboxSpec
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class Births:
         self.starting: dict[str, SandboxSpec] = {}
         self.unborn: list[Box] = []
         self._starts = asyncio.Semaphore(node.limits.starts_at_once)
-        self._keys: dict[tuple[str, str], asyncio.Lock] = {}
+        self._keys = weakref.WeakValueDictionary[tuple[str, str], asyncio.Lock]()
 
     async def create(
         self, owner: str, backend: str, spec: SandboxSpec, key: str = "", snapshot: str = ""
@@ -66,7 +67,7 @@ class Births:
         with self._place(box_id, spec):
             box = await self._start(box_id, box_id, owner, backend, spec)
             box.key, box.snapshot = key, snapshot
-            async with self._unborn_until_entered(box):
+            async with self._unborn_until_entered(box, fresh=True):
                 if snapshot:
                     await load(box, self._node.snapshots.tree(snapshot))
                 if spec.journal:
@@ -133,53 +134,55 @@ class Births:
             FileError: It has files that cannot be read.
         """
         parent = self._node.box(box_id, owner)
-        taking = asyncio.create_task(self._node.snapshots.take(parent))
-        await asyncio.sleep(0)  # one that is busy is refused before anything starts
-        children = [
-            asyncio.create_task(self._child(parent, taking)) for _ in range(0 if taking.done() else count)
-        ]
-        try:
-            made = await asyncio.gather(*children, taking, return_exceptions=True)
-        except asyncio.CancelledError:
-            for child in children:
-                child.cancel()
-            made = await asyncio.gather(*children, taking, return_exceptions=True)
-        finally:
-            if taking.done() and not taking.cancelled() and taking.exception() is None:
-                self._node.snapshots.remove(taking.result().id, owner)
+        async with self._node.snapshots.passing(parent) as (taken, saving):
+            children = [asyncio.create_task(self._child(parent, taken, saving)) for _ in range(count)]
+            gone: list[BaseException] = []
+            try:
+                made = await asyncio.gather(*children, return_exceptions=True)
+            except asyncio.CancelledError as error:
+                gone.append(error)
+                for child in children:
+                    child.cancel()
+                made = await asyncio.gather(*children, return_exceptions=True)
         boxes = [box for box in made if isinstance(box, Box)]
-        for failure in made:
-            if isinstance(failure, BaseException):
-                await asyncio.gather(*(self._node.close_box(box.id, owner) for box in boxes))
-                raise failure
+        for failure in (*gone, *(error for error in made if isinstance(error, BaseException))):
+            await asyncio.gather(*(self._node.close_box(box.id, owner) for box in boxes))
+            raise failure
         return boxes
 
-    async def _child(self, parent: Box, taking: asyncio.Task[Snapshot]) -> Box:
+    async def _child(self, parent: Box, taken: str, saving: asyncio.Task[int]) -> Box:
         box_id = f"{self._node.boot}-{secrets.token_hex(6)}"
         with self._place(box_id, parent.spec):
             box = await self._start(box_id, box_id, parent.owner, parent.backend, parent.spec)
             box.ttl_s, box.snapshot = parent.ttl_s, parent.snapshot
-            async with self._unborn_until_entered(box):
-                taken = await asyncio.shield(taking)
-                await load(box, self._node.snapshots.tree(taken.id))
+            async with self._unborn_until_entered(box, fresh=True):
+                seq = await asyncio.shield(saving)
+                await load(box, self._node.snapshots.tree(taken))
                 if parent.recorder is not None:
                     past = parent.recorder.journal
-                    box.background.skip(past.count("start", taken.seq))
-                    head = {**_head(box), "parent": parent.id, "parent_seq": taken.seq}
-                    box.recorder = Recorder(await self._node.journals.create(box_id, head, past, taken.seq))
+                    box.background.skip(past.count("start", seq))
+                    head = {**_head(box), "parent": parent.id, "parent_seq": seq}
+                    box.recorder = Recorder(await self._node.journals.create(box_id, head, past, seq))
         return box
 
     @contextlib.asynccontextmanager
-    async def _unborn_until_entered(self, box: Box) -> AsyncGenerator[None]:
+    async def _unborn_until_entered(self, box: Box, *, fresh: bool = False) -> AsyncGenerator[None]:
+        """Enters the sandbox at the end, or ends it: a fresh one with its journal, which nobody asks for."""
         self.unborn.append(box)
         try:
             yield
             self._enter(box)
         except BaseException:
-            self._node.end(box)
+            ending = self._node.end(box)
+            if fresh:
+                self._node.later(self._forget(box, ending))
             raise
         finally:
             self.unborn.remove(box)
+
+    async def _forget(self, box: Box, ending: asyncio.Task[None]) -> None:
+        await ending
+        await self._node.journals.remove(box.id, box.owner)
 
     @contextlib.contextmanager
     def _place(self, name: str, spec: SandboxSpec) -> Generator[None]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from sandbox.errors import JournalError, LostError
 from sandbox.journal import SYNC_S, Journal
+from sandbox.journal_file import scan
 
 FOLDER = "journals"
 KEEP_S = 86400.0
@@ -35,7 +36,14 @@ class Journals:
 
         Returns when its first record is on disk.
         """
-        journal = await asyncio.to_thread(Journal.create, self._folder / box_id, head, past, until)
+        making = asyncio.create_task(
+            asyncio.to_thread(Journal.create, self._folder / box_id, head, past, until)
+        )
+        try:
+            journal = await asyncio.shield(making)
+        except asyncio.CancelledError:
+            (await making).remove()
+            raise
         self._open[box_id] = journal
         return journal
 
@@ -74,6 +82,11 @@ class Journals:
         if journal is not None:
             journal.remove()
 
+    def of(self, owner: str) -> list[str]:
+        """Returns the names of an owner's journals whose sandboxes are gone."""
+        gone = [path for path in self._folder.glob("*") if path.name not in self._open]
+        return sorted(path.name for path in gone if _owner_of(path) == owner)
+
     async def tend(self) -> None:
         """Brings records to disk within `SYNC_S`, and removes journals that nobody came back for."""
         swept = 0.0
@@ -101,3 +114,11 @@ class Journals:
                     path.unlink()
                     old.append(path.name)
         return sorted(old)
+
+
+def _owner_of(path: Path) -> str | None:
+    """Returns whose journal a file is; None of one that is none, is damaged, or has gone."""
+    with contextlib.suppress(FileNotFoundError, JournalError):
+        for found in scan(path):
+            return found.record.get("owner")
+    return None

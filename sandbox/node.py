@@ -228,7 +228,7 @@ class Node:
         """Ends an owner's lease, sandboxes and their journals now; returns how many sandboxes there were."""
         held = self.boxes(name)
         await asyncio.gather(*self._release(name), return_exceptions=True)
-        for box_id in held:
+        for box_id in {*held, *await asyncio.to_thread(self.journals.of, name)}:
             await self.journals.remove(box_id, name)
         for snapshot in self.snapshots.of(name):
             self.snapshots.remove(snapshot.id, name)

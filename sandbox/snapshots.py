@@ -6,12 +6,13 @@ meanwhile may be in it or not. What comes out of a sandbox is checked on its way
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import secrets
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,35 @@ class Snapshots:
         draft.replace(self._folder / f"{name}.json")
         return taken
 
+    @asynccontextmanager
+    async def passing(self, box: Box) -> AsyncGenerator[tuple[str, asyncio.Task[int]]]:
+        """Keeps the files of a sandbox for a while, as a snapshot that nobody else sees.
+
+        Gives the name of its tree and the task that saves it, whose result is the number of the last command
+        before it.
+
+        Raises:
+            RefusedError: A command is running.
+        """
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        name = f"snap-{secrets.token_hex(6)}"
+
+        async def saved() -> int:
+            async with box.quiet() as seq:
+                await save(box, self.tree(name))
+            return seq
+
+        saving = asyncio.create_task(saved())
+        try:
+            await asyncio.sleep(0)
+            if saving.done():  # one that is busy is refused before anything starts
+                await saving
+            yield name, saving
+        finally:
+            saving.cancel()
+            await asyncio.gather(saving, return_exceptions=True)
+            self.tree(name).unlink(missing_ok=True)
+
     def tree(self, name: str) -> Path:
         """Returns where the files of a snapshot are."""
         return self._folder / f"{name}.tree"
@@ -101,15 +131,13 @@ class Snapshots:
             self.tree(name).unlink(missing_ok=True)
 
     def sweep(self, keep_s: float = KEEP_S) -> None:
-        """Removes what is older, and trees without a record."""
+        """Removes what is older, and what has no record: nobody can be taking a snapshot yet."""
         for snapshot in self._all():
             if time.time() - snapshot.taken > keep_s:
                 self.remove(snapshot.id, snapshot.owner)
         for path in self._folder.glob("*"):
-            with suppress(FileNotFoundError):
-                whole = path.with_suffix(".json").exists()
-                if not whole and time.time() - path.stat().st_mtime > keep_s:
-                    path.unlink()
+            if not path.with_suffix(".json").exists():
+                path.unlink(missing_ok=True)
 
     def _all(self) -> Iterator[Snapshot]:
         for path in self._folder.glob("*.json"):
