@@ -24,13 +24,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sandbox import health
 from sandbox.admission import NodeLimits
 from sandbox.backends.base import Backend
 from sandbox.backends.registry import backends, choose
 from sandbox.births import Births
 from sandbox.box import Box
 from sandbox.channel import ByteReader
-from sandbox.errors import LostError, SandboxError
+from sandbox.errors import LostError, PolicyError, SandboxError
 from sandbox.journals import Journals
 from sandbox.load import load_of
 from sandbox.recovery import Replay
@@ -40,6 +41,7 @@ from sandbox.types import SandboxSpec
 
 SOCKET, RECORD, LOCK, READY = "node.sock", "node.json", "node.held", "ready"
 _REAP_S = 0.5
+_MAX_LEASE_S = 30 * 86400.0
 _LOG = logging.getLogger("sandbox.node")
 
 
@@ -94,7 +96,7 @@ class Node:
         if ready is not None:
             os.write(ready, READY.encode())
             os.close(ready)
-        tasks = [asyncio.create_task(self._reap()), asyncio.create_task(self.journals.tend())]
+        tasks = [asyncio.create_task(self._reap()), asyncio.create_task(health.tend(self.living)), asyncio.create_task(self.journals.tend())]
         try:
             await self.stop.wait()
         finally:
@@ -151,7 +153,13 @@ class Node:
             await session.end()
 
     def join(self, name: str, lease_s: float) -> Owner:
-        """Registers a client of an owner."""
+        """Registers a client of an owner.
+
+        Raises:
+            PolicyError: The lease is no time, or would hardly ever end.
+        """
+        if not 0 <= lease_s <= _MAX_LEASE_S:
+            raise PolicyError(f"a lease is of 0 to {_MAX_LEASE_S} seconds, not {lease_s}")
         owner = self.tenants.setdefault(name, Owner(lease_s))
         owner.lease_s, owner.seen = lease_s, time.monotonic()
         owner.clients += 1

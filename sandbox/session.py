@@ -100,8 +100,9 @@ class Session:
         if self._owner:
             raise ProtocolError("a client has one owner")
         served(header.get("version", UNSAID))
-        self._owner = str(header["owner"])
-        self._lease = self._node.join(self._owner, float(header["lease_s"]))
+        owner = str(header["owner"])
+        self._lease = self._node.join(owner, float(header["lease_s"]))
+        self._owner = owner
         capabilities = asdict(backend.capabilities())
         welcome: Header = {"backend": backend.name, "pid": os.getpid(), "version": API}
         return {**welcome, "capabilities": capabilities}, b""
