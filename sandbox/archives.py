@@ -38,7 +38,7 @@ _BROKEN = (
 )
 
 def read_archive(archive: Path | bytes, limits: TreeLimits, *, links_out: bool = False) -> Iterator[Item]:
-    """Yields the entries of an archive, each checked before it is given. `links_out`: links may lead anywhere.
+    """Yields the entries of an archive, each checked before it is given. `links_out`: links may lead out.
 
     Raises:
         UnsafeTreeError: It is broken, a bomb, or has what does not go into a sandbox.

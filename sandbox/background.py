@@ -116,5 +116,6 @@ def _are_turns(turns: Any) -> bool:
         return turns is None
     pairs = cast("list[Any]", turns)
     return len(pairs) <= _MAX_TURNS and all(
-        isinstance(pair, list) and [type(part) for part in cast("list[Any]", pair)] == [int, int] for pair in pairs
+        isinstance(pair, list) and [type(part) for part in cast("list[Any]", pair)] == [int, int]
+        for pair in pairs
     )

@@ -15,6 +15,7 @@ from sandbox.backends.base import Started
 from sandbox.box import Box
 from sandbox.errors import InfrastructureError, LostError, RefusedError, SandboxError, StartTimeoutError
 from sandbox.journal import Journal
+from sandbox.layers.compose import check_offered
 from sandbox.recovery import Recorder, Replay
 from sandbox.session import spec_from
 from sandbox.snapshots import load
@@ -202,6 +203,7 @@ class Births:
             raise LostError(f"the lease of {box.owner} ended while the sandbox was being started")
 
     async def _start(self, box_id: str, name: str, owner: str, backend: str, spec: SandboxSpec) -> Box:
+        check_offered(spec, self._node.backends[backend].capabilities(), backend)
         async with self._starts:
             # A start is never left half-way: a client that goes away has it finished and undone.
             starting = asyncio.create_task(self._node.backends[backend].start(name, owner, spec))
@@ -211,7 +213,7 @@ class Births:
                 self._node.later(self._undo(starting))
                 raise
             capabilities = self._node.backends[backend].capabilities()
-            box = Box(box_id, owner, spec, backend, started, capabilities)
+            box = Box(box_id, owner, started.spec or spec, backend, started, capabilities)
             try:
                 async with asyncio.timeout(_START_TIMEOUT_S):
                     await box.ping(_START_TIMEOUT_S)

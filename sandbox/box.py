@@ -31,7 +31,9 @@ _PROCESSES_A_COMMAND = 8
 _MAX_QUEUE, _MAX_PROCESSES = 1024, 32
 _ASK_S = 10.0
 _NEXT = Claim()
-OPERATIONS = frozenset({"exec", "python", "read", "write", "list", "stat", "pack", "unpack", "remove", "move"})
+OPERATIONS = frozenset(
+    {"exec", "python", "read", "write", "list", "stat", "pack", "unpack", "remove", "move"}
+)
 """What a caller can have the agent do, besides what `Background` does."""
 
 _UNRECORDED = frozenset({"pack"})

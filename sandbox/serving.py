@@ -123,6 +123,7 @@ class Shell:
 
     def watched(self, principal: Principal) -> Callable[..., Awaitable[tuple[Header, bytes]]]:
         """Returns what performs the calls of a principal, counted and written into the audit log."""
+
         async def perform(header: Header, body: bytes, sink: Sink) -> tuple[Header, bytes]:
             started, failure, reply, data = time.monotonic(), None, Header(), b""
             try:

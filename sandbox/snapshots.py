@@ -1,4 +1,6 @@
-"""Disk snapshots: the writable folders of a sandbox as a tree, kept by the node, from which others start.
+"""Disk snapshots: what a sandbox has written as a tree, kept by the node, from which others start.
+
+That is all of `/workspace`, `/tmp` and `/dev/shm`, and in a root of layers whatever was changed or removed.
 
 A snapshot holds files, not processes. It is taken while no command runs; what background processes write
 meanwhile may be in it or not. What comes out of a sandbox is checked on its way into another, as any tree.
@@ -15,10 +17,12 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from sandbox.box import Box
 from sandbox.errors import DiskFullError, FileError, LostError, UnsafeTreeError
+from sandbox.layers.upper import Upper
+from sandbox.layers.writable import Writable
 from sandbox.trees import Checker, Parser, TreeLimits, batches
 
 FOLDER = "snapshots"
@@ -43,7 +47,7 @@ class Snapshot:
 
 
 class Snapshots:
-    """The snapshots of a node, two files each: `<id>.json`, written last, and `<id>.tree`."""
+    """The snapshots of a node: `<id>.json`, written last, `<id>.tree`, of a root of layers `<id>.gone`."""
 
     def __init__(self, state_dir: Path):
         self._folder = state_dir / FOLDER
@@ -61,7 +65,7 @@ class Snapshots:
             try:
                 await save(box, self.tree(name))
             except BaseException:
-                self.tree(name).unlink(missing_ok=True)
+                self._unlink(name)
                 raise
             taken = Snapshot(name, box.owner, box.id, box.backend, asdict(box.spec), seq, box.snapshot)
         draft = self._folder / f"{name}.draft"
@@ -96,7 +100,7 @@ class Snapshots:
         finally:
             saving.cancel()
             await asyncio.gather(saving, return_exceptions=True)
-            self.tree(name).unlink(missing_ok=True)
+            self._unlink(name)
 
     def tree(self, name: str) -> Path:
         """Returns where the files of a snapshot are."""
@@ -128,7 +132,11 @@ class Snapshots:
         with suppress(LostError):
             self.get(name, owner)
             (self._folder / f"{name}.json").unlink(missing_ok=True)
-            self.tree(name).unlink(missing_ok=True)
+            self._unlink(name)
+
+    def _unlink(self, name: str) -> None:
+        self.tree(name).unlink(missing_ok=True)
+        _gone(self.tree(name)).unlink(missing_ok=True)
 
     def sweep(self, keep_s: float = KEEP_S) -> None:
         """Removes what is older, and what has no record: nobody can be taking a snapshot yet."""
@@ -151,8 +159,10 @@ async def save(box: Box, path: Path) -> None:
     Raises:
         FileError: They cannot be read, or are too large.
     """
+    writable = box.started.writable
     command = {
-        "op": "pack", "roots": _ROOTS, "base": "/", "max_entries": _LIMITS.entries, "max_bytes": _LIMITS.size,
+        "op": "pack", "roots": [root for root in _ROOTS if writable is None or not _covers(writable, root)],
+        "base": "/", "max_entries": _LIMITS.entries, "max_bytes": _LIMITS.size,
         "limit": 2 * _LIMITS.size, "stream": True, "raw": True, "timeout_s": _TIMEOUT_S,
     }  # fmt: skip
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -163,9 +173,27 @@ async def save(box: Box, path: Path) -> None:
                 file.write(data)
 
         result = (await box.perform(command, b"", sink)).result
-    if result.exit_code != 0 or result.truncated:
-        why = result.stderr.decode(errors="replace").strip() or "too large"
-        raise FileError(f"a snapshot of sandbox {box.id} could not be taken: {why}")
+        if result.exit_code != 0 or result.truncated:
+            why = result.stderr.decode(errors="replace").strip() or "too large"
+            raise FileError(f"a snapshot of sandbox {box.id} could not be taken: {why}")
+        if writable is not None:
+            await asyncio.to_thread(_save_upper, writable, file, _gone(path))
+
+
+def _covers(writable: Writable, root: str) -> bool:
+    return root != "/dev/shm" and root.startswith(f"/{writable.at}")
+
+
+def _save_upper(writable: Writable, file: IO[bytes], gone: Path) -> None:
+    upper = Upper(writable, _LIMITS)
+    for data in upper.pack():
+        file.write(data)
+    gone.write_text(json.dumps(upper.gone))
+
+
+def _gone(tree: Path) -> Path:
+    """Returns the file of the names that are removed before a tree is unpacked."""
+    return tree.with_suffix(".gone")
 
 
 async def load(box: Box, path: Path) -> None:
@@ -176,21 +204,27 @@ async def load(box: Box, path: Path) -> None:
         DiskFullError: They do not fit.
         FileError: They cannot be made.
     """
-    for batch in batches(_checked(path)):
-        command = {"op": "unpack", "path": "/", "timeout_s": _TIMEOUT_S, "limit": 4096}
-        result = (await box.perform(command, batch)).result
-        if result.exit_code != 0:
-            kind = DiskFullError if result.disk_full else FileError
-            raise kind(f"a snapshot could not be unpacked: {result.stderr.decode(errors='replace').strip()}")
+    whole = box.started.writable is not None
+    for name in json.loads(_gone(path).read_text()) if _gone(path).exists() else ():
+        await _do(box, {"op": "remove", "path": f"/{name}"}, b"", unless=b"FileNotFoundError")
+    for batch in batches(_checked(path, whole)):
+        await _do(box, {"op": "unpack", "path": "/"}, batch)
 
 
-def _checked(path: Path) -> Iterator[tuple[Any, bytes]]:
+async def _do(box: Box, command: dict[str, Any], body: bytes, unless: bytes = b"\0") -> None:
+    result = (await box.perform({**command, "timeout_s": _TIMEOUT_S, "limit": 4096}, body)).result
+    if result.exit_code != 0 and unless not in result.stderr:
+        kind = DiskFullError if result.disk_full else FileError
+        raise kind(f"a snapshot could not be unpacked: {result.stderr.decode(errors='replace').strip()}")
+
+
+def _checked(path: Path, whole: bool) -> Iterator[tuple[Any, bytes]]:
     roots = tuple(root.lstrip("/") for root in _ROOTS)
     parser, checker = Parser(), Checker(_LIMITS, links_out=True)
     with path.open("rb") as file:
         while data := file.read(1 << 20):
             for entry, content in parser.feed(data):
-                if not entry.path.startswith(roots):
+                if not (whole or entry.path.startswith(roots)):
                     raise UnsafeTreeError(f"a snapshot has no {entry.path!r}")
                 yield checker.check(entry), content
     parser.end()

@@ -13,7 +13,7 @@ import shutil
 import stat
 import struct
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -188,14 +188,18 @@ def batches(items: Iterable[Item]) -> Iterator[bytes]:
         yield bytes(batch)
 
 
-def read_tree(root: Path, limits: TreeLimits, *, links_out: bool = False) -> Iterator[Item]:
+def read_tree(
+    root: Path, limits: TreeLimits, *, links_out: bool = False, skip: Collection[str] = ()
+) -> Iterator[Item]:
     """Yields the entries of a local file or folder. `links_out`: links may lead anywhere.
+
+    What is below the folders `skip` is left out.
 
     Raises:
         UnsafeTreeError: It has what does not go into a sandbox.
     """
     checker = Checker(limits, links_out)
-    for path in _walk(root):
+    for path in _walk(root, {root / name for name in skip}):
         info = path.lstat()
         name = path.relative_to(root).as_posix()
         kind = {stat.S_IFREG: "file", stat.S_IFDIR: "dir", stat.S_IFLNK: "link"}.get(
@@ -221,11 +225,11 @@ def pieces(file: Any, entry: Entry, checker: Checker) -> Iterator[Item]:
             return
 
 
-def _walk(path: Path) -> Iterator[Path]:
+def _walk(path: Path, skip: Collection[Path] = ()) -> Iterator[Path]:
     yield path
-    if path.is_dir() and not path.is_symlink():
+    if path.is_dir() and not path.is_symlink() and path not in skip:
         for inner in sorted(path.iterdir()):
-            yield from _walk(inner)
+            yield from _walk(inner, skip)
 
 
 class TreeWriter:

@@ -21,8 +21,8 @@ class Verdict(StrEnum):
 class Limits:
     """Resource limits of one sandbox: cores, bytes, processes.
 
-    Files are written to memory, at most `tmpfs_bytes` of them; with `disk_bytes` to a file of that size on the
-    node's disk instead (capability `disk_file`). Either way there are at most `tmpfs_inodes` of them.
+    Files are written to memory, at most `tmpfs_bytes` of them; with `disk_bytes` to a file of that size on
+    the node's disk instead (capability `disk_file`). Either way there are at most `tmpfs_inodes` of them.
     """
 
     cpus: float = 1.0
@@ -63,8 +63,10 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class SandboxSpec:
-    """What to create. `image` names a base layer (`name:tag` or digest) or an image of the backend; empty is
-    the built-in Python. `workspace` and `toolkit` are layers over it (`temper sandbox layer`).
+    """What to create.
+
+    `image` names a base layer (`name:tag` or digest) or an image of the backend; empty is the
+    built-in Python. `workspace` and `toolkit` are layers over it (`temper sandbox layer`).
 
     A sandbox that nobody has used for `ttl_s` seconds is ended, and any `life_s` seconds after its start unless
     that is 0. With `journal` its commands and their results

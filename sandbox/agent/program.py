@@ -38,6 +38,7 @@ def become_command(streams: list[int], uid: int | None, brief: bool, config: Hea
         for name, value in config["rlimits"].items():
             resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
         os.umask(0o077 if brief else 0o022)
+        ENVIRONMENT.update(config.get("env") or {})
         if uid is not None:
             os.setgroups([config["tag"]] if config["tag"] else [])
             os.setresgid(uid, uid, uid)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from sandbox.backends import seccomp
 from sandbox.channel import ByteReader
 from sandbox.resident import ByteWriter
 from sandbox.types import Capabilities, Limits, SandboxSpec
+
+if TYPE_CHECKING:
+    from sandbox.layers.writable import Writable
 
 COMMAND_UID = 60000
 """The user of commands; Python commands have one each of those that follow."""
@@ -21,7 +24,8 @@ COMMAND_UID = 60000
 class Started:
     """A sandbox that runs: its agent's streams, how to end it, and how often the kernel killed for memory.
 
-    `pause` stops (True) all its processes or lets them go on; None where the backend cannot.
+    `pause` stops (True) all its processes or lets them go on; None where the backend cannot. `writable` is
+    the upper folder of a root of layers. `spec` is what was started: names of layers have become digests.
     """
 
     reader: ByteReader
@@ -29,6 +33,8 @@ class Started:
     kill: Callable[[], Awaitable[None]]
     oom_kills: Callable[[], int]
     pause: Callable[[bool], Awaitable[None]] | None = None
+    writable: Writable | None = None
+    spec: SandboxSpec | None = None
 
 
 class Backend(Protocol):
@@ -57,7 +63,9 @@ class Backend(Protocol):
         ...
 
 
-def agent_command(folder: str, limits: Limits, *, uid: int | None, alone: bool) -> list[str]:
+def agent_command(
+    folder: str, limits: Limits, *, uid: int | None, alone: bool, env: Mapping[str, str] | None = None
+) -> list[str]:
     """Returns the interpreter's arguments that start the agent found at `folder`/agent.
 
     Args:
@@ -65,10 +73,18 @@ def agent_command(folder: str, limits: Limits, *, uid: int | None, alone: bool) 
         limits: Of the sandbox; those that the kernel keeps per process are passed on.
         uid: The first user of commands, or None to run them as the agent's.
         alone: Whether no control group holds memory and processes, so that limits per process must do.
+        env: What commands have in their environment unless they bring something else.
     """
-    rlimits = {"NOFILE": limits.open_files, "FSIZE": limits.tmpfs_bytes, "CORE": 0, "MEMLOCK": 1 << 16}
+    rlimits = {
+        "NOFILE": limits.open_files,
+        "FSIZE": max(limits.tmpfs_bytes, limits.disk_bytes),
+        "CORE": 0,
+        "MEMLOCK": 1 << 16,
+    }
     if alone:
         rlimits |= {"AS": limits.memory_bytes, "NPROC": limits.pids}
-    config = json.dumps({"uid": uid, "rlimits": rlimits, "seccomp": seccomp.program()})
+    config = json.dumps(
+        {"uid": uid, "rlimits": rlimits, "seccomp": seccomp.program(), "env": dict(env or {})}
+    )
     start = f"import sys; sys.path.insert(0, {folder!r}); from agent.agent import main; main()"
     return ["-I", "-S", "-c", start, config]

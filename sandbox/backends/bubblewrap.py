@@ -1,7 +1,8 @@
-"""The light tier: namespaces by bubblewrap. No network, read-only system, sized tmpfs, no capabilities.
+"""The light tier: namespaces by bubblewrap. No network, sized writable places, no capabilities.
 
-The sandbox shares the host's kernel and its `/usr`, read-only; it starts in milliseconds and needs no daemon.
-Run by root, the agent keeps the capabilities to change user and to kill, and commands run as another user.
+The sandbox shares the host's kernel; its root is the host's `/usr`, read-only, or composed of layers. It
+starts in milliseconds and needs no daemon. Run by root, the agent keeps the capabilities to change user and
+to kill, and commands run as another user.
 """
 
 from __future__ import annotations
@@ -10,20 +11,19 @@ import asyncio
 import contextlib
 import os
 import shutil
-import sys
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from sandbox.backends.base import COMMAND_UID, Started, agent_command
+from sandbox.backends import bwrap
+from sandbox.backends.base import Started
 from sandbox.backends.cgroups import Cgroup, controllers, leave, sweep
 from sandbox.errors import InfrastructureError, PolicyError
+from sandbox.layers.built_in import Control, ensure_control
+from sandbox.layers.compose import Composed, Composer
+from sandbox.layers.writable import BOX, Private, Writable, private
 from sandbox.toolkit import AGENT, build
-from sandbox.types import Capabilities, Limits, SandboxSpec
-
-_SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin")
-_ETC = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
-_AGENT_AT = "/run/tempering"
-_CAPABILITIES = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL")
+from sandbox.types import Capabilities, SandboxSpec
 
 
 class Bubblewrap:
@@ -31,17 +31,19 @@ class Bubblewrap:
 
     name = "bubblewrap"
 
-    def __init__(self, state_dir: Path | None = None) -> None:
+    def __init__(self, state_dir: Path | None = None, composer: Composer | None = None) -> None:
         self._state_dir = state_dir
+        self._composer = composer or (Composer(state_dir) if state_dir else None)
         self._agent = AGENT
+        self._control: Control | None = None
 
     async def missing(self) -> str:
         """Returns what this machine lacks; tries a sandbox for real, as kernels may forbid namespaces."""
         if shutil.which("bwrap") is None:
             return "bubblewrap is not installed (apt-get install bubblewrap)"
         probe = await asyncio.create_subprocess_exec(
-            *_namespaces(),
-            *_system(),
+            *bwrap.namespaces(),
+            *bwrap.system(),
             "--",
             "/bin/true",
             stdin=asyncio.subprocess.DEVNULL,
@@ -56,35 +58,52 @@ class Bubblewrap:
     def capabilities(self) -> Capabilities:
         """Returns what holds here: limits need control groups, users of their own need root."""
         held = controllers()
+        layers = self._composer is not None and not self._composer.missing()
         return Capabilities(
-            images=False,
+            images=layers,
             memory_limit="memory" in held,
             process_limit="pids" in held,
             cpu_limit="cpu" in held,
-            inode_limit=False,
+            inode_limit=layers,
             separate_users=os.geteuid() == 0,
             pause="freezer" in held,
+            layers=layers,
+            disk_file=layers,
         )
 
     async def start(self, box_id: str, owner: str, spec: SandboxSpec) -> Started:
         """Starts one sandbox.
 
         Raises:
-            PolicyError: An image was asked for.
+            PolicyError: Layers or a disk were asked for, which this machine cannot mount.
+            LayerError: A layer is not there or damaged.
+            RefusedError: The disk has no room.
             InfrastructureError: bwrap could not be started.
         """
-        if spec.image:
+        composer, layered = self._composer, bool(spec.image or spec.workspace or spec.toolkit)
+        if (layered or spec.limits.disk_bytes) and (composer is None or composer.missing()):
             raise PolicyError(
-                f"the bubblewrap backend has no images (asked for {spec.image!r}); use sandbox.backend=docker"
+                f"the bubblewrap backend has no images, layers and disks here: "
+                f"{composer.missing() if composer else 'no state folder'}; or use sandbox.backend=docker"
             )
         if self._agent is AGENT and self._state_dir is not None:
-            self._agent = await asyncio.to_thread(build, self._state_dir / "toolkit", _interpreter()[0])
+            toolkit, program = self._state_dir / "toolkit", bwrap.interpreter()[0]
+            self._agent = await asyncio.to_thread(build, toolkit, program)
+        composed = await asyncio.to_thread(composer.acquire, spec) if composer and layered else None
         cgroup = Cgroup.create(box_id, spec.limits)
-        try:
-            process = await self._spawn(cgroup, spec.limits)
-        except OSError as error:
+
+        async def release() -> None:
             await cgroup.remove()
-            raise InfrastructureError(f"bwrap could not be started: {error}") from error
+            if composer and composed:
+                await asyncio.to_thread(composer.release, composed.layers)
+
+        try:
+            process = await self._spawn(cgroup, spec, composed)
+        except BaseException as error:
+            await release()
+            if isinstance(error, OSError):
+                raise InfrastructureError(f"bwrap could not be started: {error}") from error
+            raise
         stdin, stdout = process.stdin, process.stdout
         assert stdin is not None and stdout is not None
 
@@ -96,90 +115,72 @@ class Bubblewrap:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
             stdin.close()  # bwrap may have been killed before it bound the agent to its life
-            await cgroup.remove()
+            await release()
             await process.wait()
 
         async def pause(stop: bool) -> None:
             await cgroup.freeze(stop)
 
-        return Started(stdout, stdin, kill, oom_kills, pause if cgroup.freezes else None)
+        writable = None
+        if composer and composed:
+            box = Path(f"/proc/{process.pid}/root{composer.mounts}") / BOX
+            writable = Writable(box / "upper", composed.trees)
+            spec = composer.pinned(spec)
+        pausing = pause if cgroup.freezes else None
+        return Started(stdout, stdin, kill, oom_kills, pausing, writable=writable, spec=spec)
 
-    async def _spawn(self, cgroup: Cgroup, limits: Limits) -> asyncio.subprocess.Process:
+    async def _spawn(
+        self, cgroup: Cgroup, spec: SandboxSpec, composed: Composed | None
+    ) -> asyncio.subprocess.Process:
+        if self._composer is None or self._composer.missing():
+            return await _execute(cgroup.wrap(bwrap.plain(spec.limits, self._agent, None)), None)
+        places = self._composer.mounts / BOX
+        if composed is None:
+            command: Iterable[str] = bwrap.plain(spec.limits, self._agent, places)
+        else:
+            command = bwrap.composed(spec.limits, await self._controlled(), places, composed.env)
+        trees = composed.trees if composed else ()
+        with contextlib.ExitStack() as stack:
+            entering = private(self._composer.mounts, spec.limits, trees)
+            if spec.limits.disk_bytes:
+                place = await asyncio.to_thread(stack.enter_context, entering)
+            else:
+                place = stack.enter_context(entering)
+            return await _execute(cgroup.wrap(command), place)
+
+    async def _controlled(self) -> Control:
+        if self._control is None:
+            assert self._state_dir is not None
+            toolkit, program = self._state_dir / "toolkit", bwrap.interpreter()[0]
+            self._control = await asyncio.to_thread(ensure_control, toolkit, program)
+        return self._control
+
+    async def reclaim(self, state_dir: Path) -> list[str]:
+        """Sandboxes die with their node (`--die-with-parent`); groups and mounts can be left."""
+        left = await asyncio.to_thread(sweep)
+        if self._composer is not None:
+            left += await asyncio.to_thread(self._composer.reclaim)
+        return left
+
+    def leave(self) -> None:
+        """Removes the node's own control group and unmounts its layers."""
+        leave()
+        if self._composer is not None:
+            self._composer.leave()
+
+
+async def _execute(command: list[str], place: Private | None) -> asyncio.subprocess.Process:
+    enter: Callable[[], None] | None = place.enter if place else None
+    try:
         return await asyncio.create_subprocess_exec(
-            *cgroup.wrap(_arguments(limits, self._agent)),
+            *command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
             start_new_session=True,
             limit=1 << 22,
+            preexec_fn=enter,
         )
-
-    async def reclaim(self, state_dir: Path) -> list[str]:
-        """Sandboxes die with their node (`--die-with-parent`); only control groups can be left."""
-        return await asyncio.to_thread(sweep)
-
-    def leave(self) -> None:
-        """Removes the node's own control group."""
-        leave()
-
-
-def _namespaces() -> Iterator[str]:
-    yield from (
-        "bwrap",
-        "--unshare-pid",
-        "--unshare-net",
-        "--unshare-ipc",
-        "--unshare-uts",
-        "--unshare-cgroup-try",
-    )
-    yield from ("--die-with-parent", "--new-session", "--hostname", "sandbox", "--clearenv")
-    if os.geteuid() != 0:
-        yield from ("--unshare-user", "--uid", str(COMMAND_UID), "--gid", str(COMMAND_UID))
-    yield from ("--cap-drop", "ALL")
-    if os.geteuid() == 0:
-        for capability in _CAPABILITIES:
-            yield from ("--cap-add", capability)
-
-
-def _system() -> Iterator[str]:
-    for path in _SYSTEM:
-        if os.path.islink(path):
-            yield from ("--symlink", os.readlink(path), path)
-        elif os.path.isdir(path):
-            yield from ("--ro-bind", path, path)
-    yield from ("--perms", "0755", "--dir", "/etc")  # made in passing it would be closed to commands
-    for path in _ETC:
-        yield from ("--ro-bind-try", path, path)
-    yield from ("--proc", "/proc", "--dev", "/dev")
-
-
-def _arguments(limits: Limits, agent: Path) -> Iterator[str]:
-    interpreter, extra = _interpreter()
-    yield from _namespaces()
-    yield from _system()
-    yield from extra
-    for path in ("/tmp", "/workspace", "/dev/shm"):
-        yield from ("--size", str(limits.tmpfs_bytes), "--perms", "1777", "--tmpfs", path)
-    yield from (
-        "--ro-bind",
-        str(agent),
-        f"{_AGENT_AT}/agent",
-        "--remount-ro",
-        "/",
-        "--chdir",
-        "/workspace",
-        "--",
-    )
-    root = os.geteuid() == 0
-    alone = not {"memory", "pids"} <= controllers()
-    yield from (
-        interpreter,
-        *agent_command(_AGENT_AT, limits, uid=COMMAND_UID if root else None, alone=alone),
-    )
-
-
-def _interpreter() -> tuple[str, tuple[str, ...]]:
-    """Returns the interpreter of the sandbox and the mounts it needs: the system's, else our own."""
-    if Path("/usr/bin/python3").exists():
-        return "/usr/bin/python3", ()
-    return os.path.realpath(sys.executable), ("--ro-bind", sys.base_prefix, sys.base_prefix)
+    except subprocess.SubprocessError as error:
+        assert place is not None
+        raise InfrastructureError(f"the mounts of a sandbox could not be made: {place.why()}") from error

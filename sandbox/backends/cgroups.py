@@ -78,7 +78,11 @@ class Cgroup:
 
     async def remove(self) -> None:
         """Ends what is left in the groups and removes them; one that cannot be is left to `sweep`."""
-        await asyncio.to_thread(_remove_all, sorted(set(self.folders.values())))
+        await asyncio.to_thread(self.end)
+
+    def end(self) -> None:
+        """Does what `remove` does, and blocks."""
+        _remove_all(sorted(set(self.folders.values())))
 
 
 @functools.cache

@@ -289,7 +289,7 @@ def _specification(root: Path, argv: list[str], mounts: list[dict[str, Any]]) ->
             "args": argv,
             "env": ["PATH=/usr/bin:/bin"],
             "cwd": "/workspace",
-            "capabilities": {kind: _CAPABILITIES for kind in ("bounding", "effective", "permitted")},
+            "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), _CAPABILITIES),
             "noNewPrivileges": True,
         },
         "root": {"path": str(root), "readonly": True},

@@ -9,6 +9,7 @@ from sandbox.backends.bubblewrap import Bubblewrap
 from sandbox.backends.docker import Docker
 from sandbox.backends.gvisor import Gvisor
 from sandbox.errors import BackendMissingError
+from sandbox.layers.compose import Composer
 
 AUTO = ("docker", "bubblewrap")
 """What `auto` stands for, the first that is there; the others differ too much to be had without being asked for."""
@@ -21,7 +22,9 @@ _GET_ONE = (
 
 def backends(state_dir: Path | None = None) -> dict[str, Backend]:
     """Returns the backends for the node of a state folder."""
-    return {backend.name: backend for backend in (Docker(state_dir), Bubblewrap(state_dir), Gvisor(state_dir))}
+    composer = Composer(state_dir) if state_dir else None
+    among = (Docker(state_dir), Bubblewrap(state_dir, composer), Gvisor(state_dir))
+    return {backend.name: backend for backend in among}
 
 
 async def choose(name: str, among: dict[str, Backend]) -> Backend:

@@ -128,7 +128,9 @@ class Control:
     async def _connect(self, call: Call) -> web.Response:
         asked = await call.body()
         if asked.get("memory") is False:
-            raise E2BError(BAD, "a paused sandbox keeps its memory and goes on with it: it cannot be rebooted")
+            raise E2BError(
+                BAD, "a paused sandbox keeps its memory and goes on with it: it cannot be rebooted"
+            )
         about, life_s = await call.about(), records.life_of(asked)
         if about["paused"]:
             await call.link.box(call.name).resume()

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from sandbox.e2b.connect import Message
 from sandbox.e2b.inside import Inside, user_of
-from sandbox.e2b.status import BAD, MISSING, THERE, UNOFFERED, E2BError
+from sandbox.e2b.status import BAD, THERE, UNOFFERED, E2BError
 from sandbox.errors import FileError
 from sandbox.trees import Entry, batches
 from sandbox.types import FileInfo

@@ -92,5 +92,6 @@ def number_of(name: str) -> int | None:
     if name.isascii() and name.isdecimal() and len(name) < 6:
         return int(name)
     raise E2BError(
-        BAD, f"there is no user {name[:40]!r}: commands run as 'user' or as a number from 1000 on, never as root"
+        BAD,
+        f"there is no user {name[:40]!r}: commands run as 'user' or as a number from 1000 on, never as root",
     )

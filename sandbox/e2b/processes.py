@@ -143,7 +143,12 @@ def _pieces(data: bytes, polled: Message, terminal: bool) -> Iterator[tuple[str,
 def _ended(polled: Message) -> Message:
     code, signal = polled["exit_code"], polled["signal"]
     if signal is not None:
-        return {"exitCode": 128 + signal, "exited": False, "status": f"signal {signal}", "error": f"signal {signal}"}
+        return {
+            "exitCode": 128 + signal,
+            "exited": False,
+            "status": f"signal {signal}",
+            "error": f"signal {signal}",
+        }
     if code is None:
         return {"exitCode": -1, "exited": False, "status": "unknown", "error": "how it ended is not known"}
     failed = {"error": f"exit status {code}"} if code else {}

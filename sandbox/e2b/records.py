@@ -75,7 +75,9 @@ def texts(asked: Mapping[str, Any], field: str) -> dict[str, str]:
         E2BError: It does not.
     """
     value: Any = asked.get(field) or {}
-    if not isinstance(value, dict) or not all(isinstance(text, str) for pair in value.items() for text in pair):
+    if not isinstance(value, dict) or not all(
+        isinstance(text, str) for pair in value.items() for text in pair
+    ):
         raise E2BError(BAD, f"{field} maps texts to texts")
     return value
 

@@ -16,11 +16,11 @@ from aiohttp import web
 from sandbox.audit import Audit
 from sandbox.e2b import filesystem, processes, transfer
 from sandbox.e2b.access import Keys
-from sandbox.e2b.connect import answer_stream, check_type, deadline_of, parse, read_body, read_messages
+from sandbox.e2b.connect import answer_stream, check_type, deadline_of, parse, read_body
 from sandbox.e2b.control import Control, unoffered
 from sandbox.e2b.inside import Doors, Inside
 from sandbox.e2b.link import LEASE_S, OWNER, Watched
-from sandbox.e2b.status import BAD, BROKEN, GONE, UNAUTHENTICATED, E2BError, refusal, said, said_inside
+from sandbox.e2b.status import BAD, GONE, UNAUTHENTICATED, E2BError, refusal, said, said_inside
 from sandbox.e2b.templates import Template
 from sandbox.errors import SandboxError
 from sandbox.server import Front
@@ -102,7 +102,9 @@ class E2BFront:
             elif not request.headers.get("X-Access-Token"):
                 raise E2BError(UNAUTHENTICATED, "this needs the access token (X-Access-Token) of the sandbox")
             else:
-                self._keys.holder(request.headers["X-Access-Token"], request.headers.get("E2b-Sandbox-Id", ""))
+                self._keys.holder(
+                    request.headers["X-Access-Token"], request.headers.get("E2b-Sandbox-Id", "")
+                )
             return await handler(request)
         except E2BError as error:
             wrong = error

@@ -1,1 +1,1 @@
-"""Layers: base, workspace and toolkit, each with a version of its own, composed into the root of a sandbox."""
+"""Layers: base, workspace and toolkit, each with a version of its own, composed into a root."""

@@ -29,7 +29,7 @@ _making = threading.Lock()
 
 
 def ensure_base(store: LayerStore) -> Layer:
-    """Returns the built-in base layer, of the same files as the built-in image; makes it when it is not there."""
+    """Returns the built-in base layer, of the built-in image's files; makes it when it is not there."""
     with _making:
         if (layer := store.find(NAME, Kind.BASE)) is not None:
             return layer

@@ -1,7 +1,7 @@
 """Roots composed of layers, for the sandboxes of one node: toolkit over workspace over base.
 
-A layer is verified and mounted once for all sandboxes of the node, and kept so while one of them uses it. What
-a node that was killed left mounted is taken away by the next one (`reclaim`).
+A layer is verified and mounted once for all sandboxes of the node, and kept so while one uses it. What a
+node that was killed left mounted is taken away by the next one (`reclaim`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from sandbox.layers.built_in import ensure_base
 from sandbox.layers.mounts import mounts_below, unmount
 from sandbox.layers.records import Kind, Layer
 from sandbox.layers.store import IMAGE, TREE, LayerStore
-from sandbox.types import SandboxSpec
+from sandbox.types import Capabilities, SandboxSpec
 
 MOUNTS, LAYERS = "mounts", "layers"
+NEEDS = "use bubblewrap, with the node run by root on a kernel with overlay"
 
 
 @dataclass(slots=True)
@@ -40,6 +41,18 @@ class Composed:
     layers: tuple[Layer, ...]
     trees: tuple[Path, ...]
     env: dict[str, str] = field(default_factory=dict[str, str])
+
+
+def check_offered(spec: SandboxSpec, capabilities: Capabilities, backend: str) -> None:
+    """Returns when a backend offers the layers and the disk that a specification asks for.
+
+    Raises:
+        PolicyError: It does not.
+    """
+    if (spec.workspace or spec.toolkit) and not capabilities.layers:
+        raise PolicyError(f"the {backend} backend has no layers here (capability layers): {NEEDS}")
+    if spec.limits.disk_bytes and not capabilities.disk_file:
+        raise PolicyError(f"the {backend} backend has no disk_bytes here (capability disk_file): {NEEDS}")
 
 
 class Composer:

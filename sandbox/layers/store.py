@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import hashlib
 import json
 import os
 import secrets
 import shutil
+import subprocess
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -75,7 +77,9 @@ class LayerStore:
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:
-            raise LayerError(f"the record of layer {digest} is damaged: remove it, and build it again") from error
+            raise LayerError(
+                f"the record of layer {digest} is damaged: remove it, and build it again"
+            ) from error
         if kind is not None and layer.kind is not kind:
             raise LayerError(f"{reference} is a {layer.kind} layer, and a {kind} layer was asked for")
         return layer
@@ -91,7 +95,9 @@ class LayerStore:
         what = f"{kind} layer" if kind else "layer"
         near = sorted(name for k, names in self.names().items() if kind in (None, k) for name in names)
         known = f"there are {', '.join(near[:10])}" if near else "there is none"
-        raise LayerError(f"there is no {what} {reference!r} in {self.folder}; {known} (`temper sandbox layer`)")
+        raise LayerError(
+            f"there is no {what} {reference!r} in {self.folder}; {known} (`temper sandbox layer`)"
+        )
 
     def all(self) -> Iterator[Layer]:
         """Yields every layer, with a name or without.
@@ -127,10 +133,10 @@ class LayerStore:
                 Path(lock.name).unlink(missing_ok=True)
 
     def publish(self, tree: Path, kind: Kind, config: Config, over: str = "", name: str = "") -> Layer:
-        """Makes a layer of a draft's tree, all or nothing, and gives it a name; the tree is used up.
+        """Makes a layer of a draft's tree, all or nothing, and gives it a name.
 
         Args:
-            tree: A folder inside a draft of this store.
+            tree: A folder, which may be used up.
             kind: What it is.
             config: What it wants of its sandboxes.
             over: The digest of the base that it was built over, if any.
@@ -143,10 +149,16 @@ class LayerStore:
             check_name(name)
         settle(tree, kind)
         digest = digest_of(tree, kind, config, over)
-        layer, ready = self._intact(digest), tree.parent / f"{tree.name}.ready"
+        with self.draft() as scratch:
+            return self._publish(
+                tree, Layer(digest, kind, config, over, *totals(tree)), name, scratch / "ready"
+            )
+
+    def _publish(self, tree: Path, wanted: Layer, name: str, ready: Path) -> Layer:
+        digest, kind, layer = wanted.digest, wanted.kind, self._intact(wanted.digest)
         if layer is None:
             ready.mkdir(mode=0o700)
-            layer = self._lay_down(Layer(digest, kind, config, over, *totals(tree)), tree, ready)
+            layer = self._lay_down(wanted, tree, ready)
         with self._locked():
             if ready.exists():
                 if self.place(digest).exists():  # another builder's, or damaged: either way this one is whole
@@ -175,7 +187,7 @@ class LayerStore:
             _sync(ready / IMAGE)
             layer = replace(layer, image=file_hash(ready / IMAGE))
         else:
-            tree.rename(ready / TREE)
+            _move(tree, ready / TREE)
             fd = os.open(ready, os.O_RDONLY)
             _libc.syncfs(fd)
             os.close(fd)
@@ -343,6 +355,18 @@ def file_hash(path: Path) -> str:
     """Returns the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _move(tree: Path, to: Path) -> None:
+    try:
+        tree.rename(to)
+        return
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EBUSY):
+            raise
+    done = subprocess.run(["cp", "-a", "--", str(tree), str(to)], capture_output=True, check=False)
+    if done.returncode:
+        raise LayerError(f"a layer could not be copied: {done.stderr.decode(errors='replace').strip()}")
 
 
 def _discard(path: Path) -> None:

@@ -135,7 +135,7 @@ def settle(root: Path, kind: Kind) -> None:
             _empty(root / name)
     for found in walk(root):
         if found.kind == "special" or (found.kind == "whiteout" and kind is Kind.BASE):
-            raise LayerError(f"/{found.path} is a device, pipe or socket; a layer has files, folders and links")
+            raise LayerError(f"/{found.path} is a device, pipe or socket; no layer has one")
         if found.path in _PLACES and found.kind != "dir":
             raise LayerError(f"/{found.path} is no folder; a sandbox mounts something there or below")
         _settle(found)
@@ -163,7 +163,7 @@ def _settle(found: Found) -> None:
 
 
 def content(root: Path) -> Iterator[tuple[str, ...]]:
-    """Yields a line for each path of a tree, by name: path, kind, mode, and target or hash of what is in it."""
+    """Yields what each path of a tree is, by name: path, kind, mode, and target or hash of its content."""
     for found in sorted(walk(root), key=lambda found: found.path):
         mode = format(stat.S_IMODE(found.info.st_mode), "o") if found.kind in ("file", "dir") else ""
         what = ""

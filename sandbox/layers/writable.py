@@ -11,12 +11,11 @@ import contextlib
 import os
 import secrets
 import subprocess
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
 from sandbox.errors import InfrastructureError, RefusedError
-from sandbox.layers.compose import Composed
 from sandbox.layers.mounts import NO_DEV, NO_SUID, loop_device, mount, own_namespace
 from sandbox.types import Limits
 
@@ -49,10 +48,16 @@ class Private:
     limits: Limits
     trees: tuple[Path, ...]
     device: str
-    problem: int
+    pipe: tuple[int, int]
+
+    def why(self) -> str:
+        """Returns what went wrong in the child."""
+        with contextlib.suppress(BlockingIOError):
+            return os.read(self.pipe[0], 4096).decode(errors="replace")
+        return "the child ended before it said why"
 
     def enter(self) -> None:
-        """Makes the mounts; what goes wrong is written to `problem`, and ends the child.
+        """Makes the mounts; what goes wrong ends the child, and `why` says it.
 
         Raises:
             OSError: The kernel did not.
@@ -61,7 +66,7 @@ class Private:
             own_namespace()
             self._mount()
         except OSError as error:
-            os.write(self.problem, str(error).encode())
+            os.write(self.pipe[1], str(error).encode())
             raise
 
     def _mount(self) -> None:
@@ -74,28 +79,27 @@ class Private:
             mount(b"tmpfs", box, b"tmpfs", _FLAGS, b"size=64k,nr_inodes=16,mode=755")
         names = ("upper", "work", "root", "shm") if self.trees else PLACES
         for name in names:
-            os.mkdir(box + b"/" + name.encode(), 0o755)
+            os.mkdir(box + b"/" + name.encode())
+            os.chmod(box + b"/" + name.encode(), 0o755)
         for name in PLACES:
             if name == "shm" or not (self.trees or self.device):
                 mount(b"tmpfs", box + b"/" + name.encode(), b"tmpfs", _FLAGS, _tmpfs(self.limits, 0o1777))
             elif not self.trees:
                 os.chmod(box + b"/" + name.encode(), 0o1777)
         if self.trees:
-            overlay(self.mounts, self.trees, self.mounts / BOX)
+            overlay(self.trees, self.mounts / BOX)
 
 
-def overlay(mounts: Path, trees: tuple[Path, ...], at: Path) -> None:
+def overlay(trees: tuple[Path, ...], at: Path) -> None:
     """Mounts trees, the uppermost first, with `at`/upper over them at `at`/root.
 
     Raises:
         OSError: The kernel does not.
     """
-    os.chdir(mounts)  # relative paths are short: the kernel takes a page of options
-    lower = ":".join(_escaped(os.path.relpath(tree, mounts)) for tree in trees)
-    upper = _escaped(os.path.relpath(at, mounts))
+    lower = ":".join(_escaped(str(tree)) for tree in trees)
+    upper = _escaped(str(at))
     options = f"lowerdir={lower},upperdir={upper}/upper,workdir={upper}/work,{_OVERLAY}"
     mount(b"overlay", os.fsencode(at / "root"), b"overlay", _FLAGS, os.fsencode(options))
-    os.chdir("/")
 
 
 def _escaped(path: str) -> str:
@@ -108,30 +112,26 @@ def _tmpfs(limits: Limits, mode: int) -> bytes:
 
 
 @contextlib.contextmanager
-def private(mounts: Path, limits: Limits, composed: Composed | None) -> Generator[Callable[[], None]]:
-    """Gives what a child does before it becomes the sandbox: its writable places and, composed, its root.
+def private(mounts: Path, limits: Limits, trees: tuple[Path, ...]) -> Generator[Private]:
+    """Gives what a child does before it becomes the sandbox; blocks when a file is to be made on disk.
 
-    Blocks when there is a file to be made on disk.
+    Args:
+        mounts: The node's folder of mounts.
+        limits: Of the sandbox.
+        trees: Of the layers of its root, the uppermost first; none if it has the machine's own.
 
     Raises:
         RefusedError: The disk has no room for it.
-        InfrastructureError: The child could not.
+        InfrastructureError: There is no disk for it.
     """
     (mounts / BOX).mkdir(mode=0o700, parents=True, exist_ok=True)
-    reading, writing = os.pipe()
     with contextlib.ExitStack() as stack:
-        stack.callback(os.close, reading)
-        closing = stack.callback(lambda: writing < 0 or os.close(writing))
+        pipe = os.pipe()
+        for fd in pipe:
+            stack.callback(os.close, fd)
+        os.set_blocking(pipe[0], False)
         device = stack.enter_context(disk(mounts, limits)) if limits.disk_bytes else ""
-        trees = composed.trees if composed else ()
-        try:
-            yield Private(mounts, limits, trees, device, writing).enter
-        except subprocess.SubprocessError as error:
-            del closing
-            os.close(writing)
-            writing = -1
-            why = os.read(reading, 4096).decode(errors="replace")
-            raise InfrastructureError(f"the mounts of a sandbox could not be made: {why or error}") from error
+        yield Private(mounts, limits, trees, device, pipe)
 
 
 @contextlib.contextmanager
@@ -159,7 +159,9 @@ def disk(mounts: Path, limits: Limits) -> Generator[str]:
             path.unlink()
             yield device
     except FileNotFoundError as error:
-        raise InfrastructureError(f"{error.filename} is missing: as root, apt-get install e2fsprogs") from error
+        raise InfrastructureError(
+            f"{error.filename} is missing: as root, apt-get install e2fsprogs"
+        ) from error
     except OSError as error:
         raise InfrastructureError(f"no disk for a sandbox: {error}") from error
     finally:
