@@ -22,6 +22,7 @@ from typing import Any
 
 import aiohttp
 
+from sandbox.backends.base import AUTO
 from sandbox.channel import Header
 from sandbox.errors import (
     BackendMissingError,
@@ -47,7 +48,6 @@ TRIES = 4
 HEARTBEAT_S = 1.0
 _PATIENCE_S, _GIVE_UP_S = 5.0, 60.0
 _LABEL = "node."
-_PREFERRED = ("docker", "gvisor", "bubblewrap")
 _ELSEWHERE = (RefusedError, LostError, StartTimeoutError, InfrastructureError, BackendMissingError)
 """What one node says and another may not."""
 
@@ -223,6 +223,8 @@ class Front:
 
     async def _create(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
         spec = spec_from(header["spec"])
+        if spec.backend:
+            header = {**header, "backend": self._resolve(spec.backend)}
         demand = _demand(spec, str(header["backend"]))
         await self._charge(who, demand.room)
         if snapshot := header.get("snapshot"):
@@ -322,16 +324,8 @@ class Front:
 
     async def _hello(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
         _owner(header)
-        wanted, views = str(header["backend"]), self.placer.nodes.values()
-        offered = {name for view in views for name in view.backends}
-        if not offered:
-            raise InfrastructureError("none of the fleet's nodes has answered yet")
-        ranked = [*_PREFERRED, *sorted(offered - {*_PREFERRED})]
-        backend = next(name for name in ranked if name in offered) if wanted == "auto" else wanted
-        if backend not in offered:
-            raise BackendMissingError(
-                f"no node has the backend {backend!r}; there are {', '.join(sorted(offered))}"
-            )
+        views = self.placer.nodes.values()
+        backend = self._resolve(str(header["backend"]))
         sure = frozenset[str].intersection(
             *(view.backends[backend] for view in views if backend in view.backends)
         )
@@ -345,6 +339,19 @@ class Front:
         replies = await self._heard(self._nodes, _signed(who, header))
         described = [entry for _, (_, data) in sorted(replies.items()) for entry in json.loads(data)]
         return {}, json.dumps(described).encode()
+
+    def _resolve(self, wanted: str) -> str:
+        """Returns the backend that `wanted`, or `auto`, stands for in this fleet."""
+        offered = {name for view in self.placer.nodes.values() for name in view.backends}
+        if not offered:
+            raise InfrastructureError("none of the fleet's nodes has answered yet")
+        named = AUTO if wanted == "auto" else (wanted,)
+        backend = next((name for name in named if name in offered), "")
+        if not backend:
+            raise BackendMissingError(
+                f"no node has the backend {wanted!r}; there are {', '.join(sorted(offered))}"
+            )
+        return backend
 
     async def _gather(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
         what = header["op"]

@@ -109,8 +109,9 @@ class Session:
 
     async def _create(self, header: Header, body: bytes) -> _Reply:
         spec = spec_from(header["spec"])
+        backend = (await self._node.pick(spec.backend)).name if spec.backend else str(header["backend"])
         names = {name: str(header.get(name, "")) for name in ("key", "snapshot")}
-        box = await self._node.create(self._who(), header["backend"], spec, **names)
+        box = await self._node.create(self._who(), backend, spec, **names)
         return _about(box), b""
 
     async def _attach(self, header: Header, body: bytes) -> _Reply:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal, get_args
 
-from sandbox.errors import raise_for
+from sandbox.errors import PolicyError, raise_for
+
+Latency = Literal["sensitive", "best_effort"]
+"""Whether somebody waits for a sandbox's commands, or they may run in the time that others leave."""
 
 
 class Verdict(StrEnum):
@@ -70,7 +74,8 @@ class SandboxSpec:
 
     A sandbox that nobody has used for `ttl_s` seconds is ended, and any `life_s` seconds after its start unless
     that is 0. With `journal` its commands and their results
-    are written down, so that a caller who starts over can attach to it.
+    are written down, so that a caller who starts over can attach to it. `backend` is used in place of the
+    connection's. A `best_effort` sandbox runs in the processor time that all others leave.
     """
 
     image: str = ""
@@ -81,6 +86,12 @@ class SandboxSpec:
     life_s: float = 0.0
     workspace: str = ""
     toolkit: str = ""
+    backend: str = ""
+    latency: Latency = "sensitive"
+
+    def __post_init__(self) -> None:
+        if self.latency not in get_args(Latency):
+            raise PolicyError(f"latency is {' or '.join(get_args(Latency))}, not {self.latency!r}")
 
 
 @dataclass(frozen=True, slots=True)

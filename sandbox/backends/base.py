@@ -16,6 +16,9 @@ from sandbox.types import Capabilities, Limits, SandboxSpec
 if TYPE_CHECKING:
     from sandbox.layers.writable import Writable
 
+AUTO = ("docker", "bubblewrap")
+"""What `auto` stands for: the first that is there. Others differ too much to be had unasked."""
+
 COMMAND_UID = 60000
 """The user of commands; Python commands have one each of those that follow."""
 

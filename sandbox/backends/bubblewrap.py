@@ -90,7 +90,7 @@ class Bubblewrap:
             toolkit, program = self._state_dir / "toolkit", bwrap.interpreter()[0]
             self._agent = await asyncio.to_thread(build, toolkit, program)
         composed = await asyncio.to_thread(composer.acquire, spec) if composer and layered else None
-        cgroup = Cgroup.create(box_id, spec.limits)
+        cgroup = Cgroup.create(box_id, spec.limits, latency=spec.latency)
 
         async def release() -> None:
             await cgroup.remove()

@@ -2,7 +2,8 @@
 
 Groups are named `tempering/<node>/<sandbox>`, the node by its process id and start time, so that what a
 killed node left can be told from what a living one holds. Versions 1 (a tree a controller) and 2 (one tree)
-both work.
+both work. Best-effort sandboxes have `tempering-idle` in place of `tempering`: the kernel runs it only while
+nothing else of the machine wants the core (or, before version 5.15 of the kernel, with the smallest weight).
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sandbox.errors import InfrastructureError
-from sandbox.types import Limits
+from sandbox.types import Latency, Limits
 
 _ROOT = Path("/sys/fs/cgroup")
-_PARENT = "tempering"
+_PARENT, _IDLE_PARENT = "tempering", "tempering-idle"
+_IDLE = (("cpu.idle", 1), ("cpu.weight", 1), ("cpu.shares", 2))
+"""In order of preference; a group that is idle has no weight to be set."""
+
 _PERIOD_US = 100_000
 _REMOVE_S, _FREEZE_S = 5.0, 5.0
 
@@ -33,13 +37,16 @@ class Cgroup:
     folders: dict[str, Path]
 
     @classmethod
-    def create(cls, name: str, limits: Limits, root: Path = _ROOT) -> Cgroup:
+    def create(
+        cls, name: str, limits: Limits, root: Path = _ROOT, *, latency: Latency = "sensitive"
+    ) -> Cgroup:
         """Makes groups with the limits of `limits`; a controller that is not writable is left out."""
         folders: dict[str, Path] = {}
+        parent = _IDLE_PARENT if latency == "best_effort" else _PARENT
         for controller, values in _settings(limits, unified(root)).items():
             base = root if unified(root) else root / controller
             with contextlib.suppress(OSError):
-                folder = _make(base, name, unified(root))
+                folder = _make(base, parent, name, unified(root))
                 for file, value in values.items():
                     if (folder / file).exists():
                         (folder / file).write_text(str(value))
@@ -140,7 +147,9 @@ def leave(root: Path = _ROOT) -> None:
 
 
 def _nodes(root: Path) -> list[Path]:
-    parents = (root / _PARENT, *root.glob(f"*/{_PARENT}"))
+    parents = [
+        place for name in (_PARENT, _IDLE_PARENT) for place in (root / name, *root.glob(f"*/{name}"))
+    ]
     return [node for parent in parents for node in parent.glob("*-*") if node.is_dir()]
 
 
@@ -162,14 +171,24 @@ def _settings(limits: Limits, v2: bool) -> dict[str, dict[str, str | int]]:
     }
 
 
-def _make(base: Path, name: str, v2: bool) -> Path:
+def _make(base: Path, parent: str, name: str, v2: bool) -> Path:
     folder = base
-    for part in (_PARENT, _node_name(os.getpid()), name):
+    for part in (parent, _node_name(os.getpid()), name):
         if v2:
             (folder / "cgroup.subtree_control").write_text("+memory +pids +cpu")
         folder = folder / part
         folder.mkdir(exist_ok=True)
+        if part == _IDLE_PARENT:
+            _be_idle(folder)
     return folder
+
+
+def _be_idle(folder: Path) -> None:
+    """Has the kernel run a group only, or mostly, while nothing else wants to."""
+    for file, value in _IDLE:
+        if (folder / file).exists():
+            (folder / file).write_text(str(value))
+            return
 
 
 def _node_name(pid: int) -> str:

@@ -30,6 +30,9 @@ STATE_DIR, OWNER, BOX = "tempering.state_dir", "tempering.owner", "tempering.san
 _STREAM_HEADER = struct.Struct("!BxxxI")
 _STDOUT, _STDERR = 1, 2
 _MAX_CHUNK = 1 << 20
+_LEAST_SHARES = 2
+"""The least weight, of which a container has 1024 as a rule; the engine makes it `cpu.weight` 1 in version 2."""
+
 _UNREACHABLE = (docker.errors.DockerException, requests.exceptions.RequestException)
 
 
@@ -131,6 +134,7 @@ class Docker:
             ["/usr/bin/python3", *agent_command(AGENT_FOLDER, spec.limits, uid=COMMAND_UID, alone=False)],
             name=f"tempering-{box_id}",
             labels={**spec.labels, STATE_DIR: str(self._state_dir), OWNER: owner, BOX: box_id},
+            cpu_shares=_LEAST_SHARES if spec.latency == "best_effort" else 1024,
             **hardening(spec.limits),
         )
 

@@ -123,7 +123,7 @@ class Gvisor:
         bundle = await asyncio.to_thread(
             _make_bundle, self._folder, box_id, [_PYTHON, *agent], self._mounts(limits)
         )
-        cgroup = Cgroup.create(box_id, _with_own(limits))
+        cgroup = Cgroup.create(box_id, _with_own(limits), latency=spec.latency)
         try:
             process = await asyncio.create_subprocess_exec(
                 *cgroup.wrap(bundle.runsc("run", f"--bundle={bundle.folder}", bundle.name)),

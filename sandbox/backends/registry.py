@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sandbox.backends.base import Backend
+from sandbox.backends.base import AUTO, Backend
 from sandbox.backends.bubblewrap import Bubblewrap
 from sandbox.backends.docker import Docker
 from sandbox.backends.gvisor import Gvisor
 from sandbox.errors import BackendMissingError
 from sandbox.layers.compose import Composer
-
-AUTO = ("docker", "bubblewrap")
-"""What `auto` stands for, the first that is there; the others differ too much to be had without being asked for."""
 
 _GET_ONE = (
     "install bubblewrap (as root: apt-get install bubblewrap) or start a Docker engine "

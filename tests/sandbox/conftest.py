@@ -16,16 +16,15 @@ def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("node")
 
 
-BACKENDS = [
-    "bubblewrap",
-    pytest.param("docker", marks=pytest.mark.docker),
-    pytest.param("gvisor", marks=[pytest.mark.gvisor, pytest.mark.slow]),
-]
+BACKENDS = ["bubblewrap", pytest.param("docker", marks=pytest.mark.docker)]
+GVISOR = pytest.param("gvisor", marks=[pytest.mark.gvisor, pytest.mark.slow])
 
 
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Runs what asks for a `backend` on each; a module that says `ON_GVISOR = True` also on that, which is slow."""
+    if "backend" in metafunc.fixturenames:
+        on_gvisor = getattr(metafunc.module, "ON_GVISOR", False)
+        metafunc.parametrize("backend", [*BACKENDS, *([GVISOR] if on_gvisor else [])])
 
 
 @pytest.fixture

@@ -11,6 +11,8 @@ from sandbox.client import Fleet, RemoteBox
 from sandbox.errors import FileError, LostError, PolicyError
 from sandbox.types import SandboxSpec
 
+ON_GVISOR = True
+
 
 async def running(box: RemoteBox, word: str) -> bool:
     """Looks whether a process of the sandbox has `word` in its command line."""

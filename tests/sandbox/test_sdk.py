@@ -28,6 +28,7 @@ from sandbox.errors import (
 from sandbox.trees import TreeLimits
 from sandbox.types import Limits, SandboxSpec
 
+ON_GVISOR = True
 SPEC = SandboxSpec(limits=Limits(memory_bytes=128 << 20, tmpfs_bytes=8 << 20, tmpfs_inodes=2000))
 
 
