@@ -21,6 +21,7 @@ from typing import Any
 import sandbox.backends
 import sandbox.node
 from benchmarks.sandbox_attack_protections import PROTECTIONS
+from sandbox import health
 from sandbox.backends.base import Backend, agent_command
 from sandbox.backends.registry import backends
 
@@ -63,6 +64,7 @@ def main() -> None:
     place = sys.argv.index("--")
     state_dir, *off = sys.argv[1:place]
     hostile_agents()
+    health.EVERY_S, health.SILENT_S = 1.0, 2.0  # a test has no minute
     for name in off:
         PROTECTIONS[name].switch_off()
     signal.signal(signal.SIGUSR1, jump)

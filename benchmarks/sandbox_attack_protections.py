@@ -17,7 +17,7 @@ import sandbox.backends
 import sandbox.births
 import sandbox.box
 import sandbox.resident
-from sandbox.backends import base, bubblewrap, cgroups, seccomp
+from sandbox.backends import base, bwrap, cgroups, seccomp
 from sandbox.channel import MAX_BODY, Header
 from sandbox.trees import Checker, Entry
 from sandbox.types import Limits
@@ -229,7 +229,7 @@ def no_own_users() -> None:
 
 def no_masks() -> None:
     """The kernel's files in /proc are there as they are."""
-    bubblewrap._masks = lambda: iter(())  # pyright: ignore[reportPrivateUsage]
+    bwrap.masks = lambda: iter(())
 
 
 _ALL = (

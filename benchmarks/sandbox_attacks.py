@@ -71,8 +71,10 @@ async def launch(attack: Attack, stage: Stage, box: RemoteBox) -> Outcome:
     try:
         async with asyncio.timeout(_ATTACK_S):
             await attack.run(scene)
-    except (NotHeld, SandboxError, TimeoutError) as error:
-        why = str(error) or type(error).__name__
+    except NotHeld as error:
+        why = str(error)
+    except Exception as error:  # whatever is not a typed refusal is a hole, too
+        why = f"{type(error).__name__}: {error}"
     boxes = [box, *scene.opened]
     await asyncio.gather(*(each.close() for each in boxes), return_exceptions=True)
     why = why or await stage.wounds([each.id for each in boxes])

@@ -45,7 +45,8 @@ class Capabilities:
     `terminal_signals`: keys such as Ctrl-C signal the processes of a terminal. `oom_told`: a process beyond the
     memory limit is ended alone, and the result of its command says so; without it an allocation fails or the
     whole sandbox ends. `stateful`: what a command leaves is there for the next; without it each command starts
-    in an empty place of its own, and only commands are on offer.
+    in an empty place of its own, and only commands are on offer. `terminal_limit`: the terminals that it opens
+    are not taken from the number that the machine has for all.
     """
 
     images: bool
@@ -63,6 +64,7 @@ class Capabilities:
     stateful: bool = True
     layers: bool = False
     disk_file: bool = False
+    terminal_limit: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,6 @@ def agent_command(
     rlimits = {
         "NOFILE": limits.open_files,
         "FSIZE": max(limits.tmpfs_bytes, limits.disk_bytes),
-        "CORE": 0,
         "MEMLOCK": 1 << 16,
     }
     if alone:

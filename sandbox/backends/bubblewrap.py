@@ -18,6 +18,7 @@ from pathlib import Path
 from sandbox.backends import bwrap
 from sandbox.backends.base import Started
 from sandbox.backends.cgroups import Cgroup, controllers, leave, sweep
+from sandbox.backends.users import USERS
 from sandbox.errors import InfrastructureError, PolicyError
 from sandbox.layers.built_in import Control, ensure_control
 from sandbox.layers.compose import Composed, Composer
@@ -65,6 +66,7 @@ class Bubblewrap:
             process_limit="pids" in held,
             cpu_limit="cpu" in held,
             inode_limit=layers,
+            terminal_limit=layers,
             separate_users=os.geteuid() == 0,
             pause="freezer" in held,
             layers=layers,
@@ -91,14 +93,17 @@ class Bubblewrap:
             self._agent = await asyncio.to_thread(build, toolkit, program)
         composed = await asyncio.to_thread(composer.acquire, spec) if composer and layered else None
         cgroup = Cgroup.create(box_id, spec.limits, latency=spec.latency)
+        uid = USERS.take() if os.geteuid() == 0 and not composed else None
 
         async def release() -> None:
             await cgroup.remove()
+            if uid is not None:
+                USERS.give_back(uid)
             if composer and composed:
                 await asyncio.to_thread(composer.release, composed.layers)
 
         try:
-            process = await self._spawn(cgroup, spec, composed)
+            process = await self._spawn(cgroup, spec, composed, uid)
         except BaseException as error:
             await release()
             if isinstance(error, OSError):
@@ -130,13 +135,13 @@ class Bubblewrap:
         return Started(stdout, stdin, kill, oom_kills, pausing, writable=writable, spec=spec)
 
     async def _spawn(
-        self, cgroup: Cgroup, spec: SandboxSpec, composed: Composed | None
+        self, cgroup: Cgroup, spec: SandboxSpec, composed: Composed | None, uid: int | None
     ) -> asyncio.subprocess.Process:
         if self._composer is None or self._composer.missing():
-            return await _execute(cgroup.wrap(bwrap.plain(spec.limits, self._agent, None)), None)
+            return await _execute(cgroup.wrap(bwrap.plain(spec.limits, self._agent, None, uid)), None)
         places = self._composer.mounts / BOX
         if composed is None:
-            command: Iterable[str] = bwrap.plain(spec.limits, self._agent, places)
+            command: Iterable[str] = bwrap.plain(spec.limits, self._agent, places, uid)
         else:
             command = bwrap.composed(spec.limits, await self._controlled(), places, composed.env)
         trees = composed.trees if composed else ()
@@ -180,6 +185,7 @@ async def _execute(command: list[str], place: Private | None) -> asyncio.subproc
             start_new_session=True,
             limit=1 << 22,
             preexec_fn=enter,
+            env={"PATH": os.environ.get("PATH", os.defpath)},  # pid 1 of a sandbox shows what it was given
         )
     except subprocess.SubprocessError as error:
         assert place is not None

@@ -21,7 +21,8 @@ import docker.types
 import requests.exceptions
 
 from sandbox.backends import cgroups
-from sandbox.backends.base import COMMAND_UID, Started, agent_command
+from sandbox.backends.base import Started, agent_command
+from sandbox.backends.users import USERS
 from sandbox.errors import InfrastructureError, ProtocolError
 from sandbox.images import AGENT_FOLDER, ImageError, ensure_image
 from sandbox.types import Capabilities, Limits, SandboxSpec
@@ -29,7 +30,7 @@ from sandbox.types import Capabilities, Limits, SandboxSpec
 STATE_DIR, OWNER, BOX = "tempering.state_dir", "tempering.owner", "tempering.sandbox"
 _STREAM_HEADER = struct.Struct("!BxxxI")
 _STDOUT, _STDERR = 1, 2
-_MAX_CHUNK = 1 << 20
+_MAX_CHUNK, _MAX_STDERR = 1 << 20, 1 << 20
 _LEAST_SHARES = 2
 """The least weight, of which a container has 1024 as a rule; the engine makes it `cpu.weight` 1 in version 2."""
 
@@ -74,17 +75,22 @@ class Docker:
             InfrastructureError: The engine refused.
         """
         container: Any = None
+        uid = USERS.take()
         try:
             image = spec.image or await self._built_in()
-            container = await asyncio.to_thread(self._create, box_id, owner, spec, image)
+            container = await asyncio.to_thread(self._create, box_id, owner, spec, image, uid)
             stream = await asyncio.to_thread(_attach, container)
             reader, writer = await asyncio.open_connection(sock=_socket_of(stream), limit=1 << 22)
             await asyncio.to_thread(container.start)
         except (*_UNREACHABLE, OSError, ImageError) as error:
             if container is not None:
                 await asyncio.to_thread(_remove, container)
+            USERS.give_back(uid)
             raise InfrastructureError(f"Docker did not start the sandbox: {_first_line(error)}") from error
-        oom_kills = cgroups.OomCounter(_memory_group(str(container.id)))
+        group = _memory_group(str(container.id))
+        oom_kills = cgroups.OomCounter(group)
+        with contextlib.suppress(OSError):  # of version 2, or of an engine elsewhere
+            (group / cgroups.SOCKETS).write_text(str(spec.limits.memory_bytes))
 
         async def kill() -> None:
             writer.close()
@@ -93,6 +99,7 @@ class Docker:
                 *_UNREACHABLE
             ):  # the agent ends with its channel, and the container then
                 await asyncio.to_thread(_remove, container)
+                USERS.give_back(uid)
             stream.close()
 
         async def pause(stop: bool) -> None:
@@ -128,10 +135,10 @@ class Docker:
             self._client = client
         return self._client
 
-    def _create(self, box_id: str, owner: str, spec: SandboxSpec, image: str) -> Any:
+    def _create(self, box_id: str, owner: str, spec: SandboxSpec, image: str, uid: int) -> Any:
         return self._connect().containers.create(
             image,
-            ["/usr/bin/python3", *agent_command(AGENT_FOLDER, spec.limits, uid=COMMAND_UID, alone=False)],
+            ["/usr/bin/python3", *agent_command(AGENT_FOLDER, spec.limits, uid=uid, alone=False)],
             name=f"tempering-{box_id}",
             labels={**spec.labels, STATE_DIR: str(self._state_dir), OWNER: owner, BOX: box_id},
             cpu_shares=_LEAST_SHARES if spec.latency == "best_effort" else 1024,
@@ -153,12 +160,13 @@ class Demultiplexed:
 
     def __init__(self, reader: asyncio.StreamReader):
         self._reader, self._pending = reader, bytearray()
+        self._dropped = 0
 
     async def readexactly(self, n: int) -> bytes:
         """Reads exactly `n` bytes of standard output; standard error is dropped.
 
         Raises:
-            ProtocolError: The stream is not one of the engine's chunks.
+            ProtocolError: The stream is not one of the engine's chunks, or floods standard error.
         """
         while len(self._pending) < n:
             kind, size = _STREAM_HEADER.unpack(await self._reader.readexactly(_STREAM_HEADER.size))
@@ -167,6 +175,10 @@ class Demultiplexed:
             chunk = await self._reader.readexactly(size)
             if kind == _STDOUT:
                 self._pending += chunk
+            elif (dropped := self._dropped + size) > _MAX_STDERR:
+                raise ProtocolError(f"the agent wrote {dropped} bytes to its standard error")
+            else:
+                self._dropped = dropped
         data = bytes(self._pending[:n])
         del self._pending[:n]
         return data
@@ -208,7 +220,7 @@ def _tmpfs(limits: Limits) -> str:
 
 
 def _ulimits(limits: Limits) -> Iterator[docker.types.Ulimit]:
-    for name, value in (("nofile", max(limits.open_files, 1024)), ("core", 0), ("fsize", limits.tmpfs_bytes)):
+    for name, value in (("nofile", max(limits.open_files, 1024)), ("core", 1), ("fsize", limits.tmpfs_bytes)):
         yield docker.types.Ulimit(name=name, soft=value, hard=value)
 
 

@@ -100,6 +100,7 @@ class Gvisor:
             pause="freezer" in held,
             oom_told=False,
             terminal_signals=False,
+            terminal_limit=True,
         )
 
     async def start(self, box_id: str, owner: str, spec: SandboxSpec) -> Started:
