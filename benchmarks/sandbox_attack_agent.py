@@ -170,12 +170,15 @@ async def floods(scene: Scene) -> None:
 
 @TABLE.attack("what an agent may", needs="separate_users")
 async def powers(scene: Scene) -> None:
-    """Counts the capabilities it has or could get -> to change user and to kill, and no others."""
+    """Counts the capabilities it has, and those of a program that it starts -> change user, kill, no others."""
     look = """
-for line in open('/proc/self/status'):
-    if line.startswith('Cap'):
+import subprocess
+text = open('/proc/self/status').read()
+text += subprocess.run(['/usr/bin/cat', '/proc/self/status'], capture_output=True, text=True).stdout
+for line in text.splitlines():
+    if line[:6] in ('CapInh', 'CapPrm', 'CapEff', 'CapAmb'):
         have = int(line.split()[1], 16) & ~((1 << 5) | (1 << 6) | (1 << 7))
-        if have: got.append(line.strip())
+        if have: got.append(line)
 """
     check((said := await confession(scene, look)) == b"[]", f"it has {said!r}")
 

@@ -37,7 +37,7 @@ async def burst(scene: Scene) -> None:
 @TABLE.attack("clock of the host jumps", case=45)
 async def clock(scene: Scene) -> None:
     """The node's clock goes an hour ahead, and once more -> leases, deadlines and sandboxes do not care."""
-    call = asyncio.create_task(scene.box.exec(["/bin/sleep", "1"], timeout_s=30))
+    call = asyncio.create_task(scene.box.exec(["sleep", "1"], timeout_s=30))
     await asyncio.sleep(0.2)
     for _ in range(2):
         os.kill(scene.stage.node.pid, signal.SIGUSR1)

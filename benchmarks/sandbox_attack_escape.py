@@ -152,7 +152,7 @@ print(got)
 @TABLE.attack("no power in commands", case=29)
 async def powers(scene: Scene) -> None:
     """Reads what a command and a call may -> no capability, no new privileges, a filter, not root."""
-    looks = [await scene.box.exec(["/bin/cat", "/proc/self/status"])]
+    looks = [await scene.box.exec(["cat", "/proc/self/status"])]
     looks.append(await scene.box.python("print(open('/proc/self/status').read())"))
     for look in looks:
         lines = look.stdout.decode().splitlines()
@@ -168,7 +168,7 @@ async def powers(scene: Scene) -> None:
 async def suid(scene: Scene) -> None:
     """Runs every set-user-id program of the system -> none of them makes it another user."""
     result = await scene.box.exec(
-        "cp /bin/cat /workspace/c; chmod 6777 /workspace/c; /workspace/c /proc/self/status | grep ^Uid; "
+        "cp /usr/bin/cat /workspace/c; chmod 6777 /workspace/c; /workspace/c /proc/self/status | grep ^Uid; "
         "su -c id; sudo -n id; mount; for f in $(find / -xdev -perm /6000 -type f 2>/dev/null); do "
         "timeout 1 $f < /dev/null 2>&1 | head -c 100; done; id -u",
         timeout_s=30,
@@ -211,7 +211,7 @@ for path in ('/proc/sys/kernel/core_pattern', '/proc/sysrq-trigger', '/proc/sys/
     '/sys/fs/cgroup/cgroup.procs', '/sys/fs/cgroup/memory/memory.limit_in_bytes', '/sys/fs/cgroup/pids/pids.max',
     '/sys/fs/cgroup/memory.max', '/proc/sys/vm/panic_on_oom', '/proc/sys/fs/binfmt_misc/register',
     '/proc/sys/kernel/ns_last_pid', '/proc/1/oom_score_adj', '/proc/1/mem', '/proc/bus/pci', '/proc/irq/0/x',
-    '/proc/mtrr', '/proc/acpi/wakeup', '/proc/self/attr/current', '/proc/timer_list', '/proc/self/loginuid'):
+    '/proc/mtrr', '/proc/acpi/wakeup', '/proc/timer_list'):
     try: os.write(os.open(path, os.O_WRONLY), b'1'); got.append(path)
     except OSError: pass
 for top in ('/proc/sys', '/sys', '/proc/fs', '/proc/irq', '/proc/bus', '/proc/scsi', '/proc/driver'):
@@ -267,7 +267,7 @@ async def grep(scene: Scene) -> None:
 async def others(scene: Scene) -> None:
     """Looks for, signals and reads processes that are not its own -> there are none but the agent's."""
     mark = "4003.5"
-    await scene.sibling.start(["/bin/sleep", mark])
+    await scene.sibling.start(["sleep", mark])
     await scene.says(
         f"""
 import os
@@ -295,7 +295,7 @@ async def memory_of_calls(scene: Scene) -> None:
     """A call looks for another's input in all that it can read -> finds nothing of it."""
     secret = b"canary-" + b"a81e"
     other = asyncio.create_task(scene.box.exec("sleep 1; cat", stdin=secret * 100))
-    await scene.box.exec(["/bin/cat"], stdin=secret)
+    await scene.box.exec(["cat"], stdin=secret)
     result = await scene.box.python("""
 import re
 word, found = b'cana' + b'ry-a8' + b'1e', 0
@@ -404,7 +404,7 @@ print(got)
 @TABLE.attack("identity of the machine", case=33)
 async def identity(scene: Scene) -> None:
     """Host name, machine id and addresses of a sandbox and its sibling -> a name for all, no id of the host."""
-    look = "hostname; cat /etc/machine-id /var/lib/dbus/machine-id /sys/class/dmi/id/product_uuid 2>/dev/null; true"
+    look = "cat /proc/sys/kernel/hostname; cat /etc/machine-id /var/lib/dbus/machine-id /sys/class/dmi/id/product_uuid 2>/dev/null; true"
     mine, other = [(await box.exec(look)).stdout for box in (scene.box, scene.sibling)]
     check(mine == other == b"sandbox\n", f"it says {mine!r}, its sibling {other!r}")
     check(socket.gethostname().encode() not in mine, "it has the host's name")

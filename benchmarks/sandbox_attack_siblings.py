@@ -182,7 +182,7 @@ time.sleep(20)
 """, 20))  # fmt: skip
     await asyncio.sleep(2)
     try:
-        process = await scene.sibling.start(["/bin/echo", "here"], terminal=(24, 80))
+        process = await scene.sibling.start(["echo", "here"], terminal=(24, 80))
         said = (await process.wait(10)).stdout
     finally:
         attack.cancel()

@@ -123,7 +123,7 @@ def _tar(file: IO[bytes], checker: Checker) -> Iterator[Item]:
                 name,
                 kind,
                 member.mode,
-                int(member.mtime) * 10**9,
+                max(int(member.mtime), 0) * 10**9,
                 target=member.linkname if kind == "link" else "",
             )
             if kind != "file":
@@ -160,5 +160,5 @@ def _zip(file: IO[bytes], checker: Checker, most: int) -> Iterator[Item]:
 
 
 def _declared(name: str, size: int, checker: Checker) -> None:
-    if size > checker.limits.size:
-        raise UnsafeTreeError(f"{name!r} declares {size} bytes, more than {checker.limits.size}")
+    if not 0 <= size <= checker.limits.size:
+        raise UnsafeTreeError(f"{name!r} declares {size} bytes, which is not 0 to {checker.limits.size}")

@@ -51,10 +51,19 @@ class ByteWriter(Protocol):
 
 
 class Resident:
-    """One agent. `kill` ends its sandbox; the first fault of the channel ends all waiting commands."""
+    """One agent. The first fault of the channel ends all waiting commands and, by `kill`, the sandbox.
 
-    def __init__(self, reader: ByteReader, writer: ByteWriter, kill: Callable[[], Awaitable[None]]):
-        self._reader, self._writer, self._kill = reader, writer, kill
+    `explain` says more of a fault than the channel knows.
+    """
+
+    def __init__(
+        self,
+        reader: ByteReader,
+        writer: ByteWriter,
+        kill: Callable[[], Awaitable[None]],
+        explain: Callable[[SandboxError], SandboxError] = lambda fault: fault,
+    ):
+        self._reader, self._writer, self._kill, self._explain = reader, writer, kill, explain
         self._ids, self._sequence = itertools.count(1), itertools.count(1)
         self._waiting: dict[int, asyncio.Future[tuple[Header, bytes]]] = {}
         self._room: dict[int, int] = {}
@@ -176,8 +185,8 @@ class Resident:
 
     async def _end(self, fault: SandboxError) -> None:
         if self._ending is None:
-            self.fault = fault
-            self._ending = asyncio.create_task(self._finish(fault))
+            self.fault = self._explain(fault)
+            self._ending = asyncio.create_task(self._finish(self.fault))
         await asyncio.shield(self._ending)
 
     async def _finish(self, fault: SandboxError) -> None:

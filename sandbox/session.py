@@ -79,7 +79,7 @@ class Session:
             frame = encode({**reply, "id": number}, data)
         except SandboxError as error:
             frame = encode({"error": to_wire(error), "id": number})
-        except (OSError, KeyError, TypeError, ValueError) as error:
+        except Exception as error:  # whatever a request makes fail, its sender hears of it
             _LOG.exception("request %s failed", header.get("op"))
             problem = InfrastructureError(f"the node failed: {type(error).__name__}: {error}")
             frame = encode({"error": to_wire(problem), "id": number})

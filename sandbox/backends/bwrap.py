@@ -20,7 +20,8 @@ _ETC = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 _MASKED = (
     "/proc/kcore", "/proc/kmsg", "/proc/keys", "/proc/timer_list", "/proc/sched_debug", "/proc/latency_stats",
     "/proc/kpagecgroup", "/proc/kpagecount", "/proc/kpageflags", "/proc/slabinfo", "/proc/vmallocinfo",
-    "/proc/pagetypeinfo", "/proc/allocinfo", "/proc/acpi", "/proc/scsi",
+    "/proc/pagetypeinfo", "/proc/allocinfo", "/proc/acpi", "/proc/scsi", "/proc/sysrq-trigger", "/proc/dynamic_debug",
+    "/proc/mtrr", "/proc/vmcore", "/proc/asound",
 )  # fmt: skip
 _CAPABILITIES = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL")
 
@@ -60,6 +61,7 @@ def system() -> Iterator[str]:
 
 def masks() -> Iterator[str]:
     """Yields covers for what the kernel shows of itself, some of it to its root alone, which the agent is."""
+    yield from ("--ro-bind", "/proc/sys", "/proc/sys")  # its files are writable to root without any capability
     for path in _MASKED:
         if os.path.isdir(path):
             yield from ("--size", "4096", "--tmpfs", path, "--remount-ro", path)
