@@ -211,7 +211,7 @@ for path in ('/proc/sys/kernel/core_pattern', '/proc/sysrq-trigger', '/proc/sys/
     '/sys/fs/cgroup/cgroup.procs', '/sys/fs/cgroup/memory/memory.limit_in_bytes', '/sys/fs/cgroup/pids/pids.max',
     '/sys/fs/cgroup/memory.max', '/proc/sys/vm/panic_on_oom', '/proc/sys/fs/binfmt_misc/register',
     '/proc/sys/kernel/ns_last_pid', '/proc/1/oom_score_adj', '/proc/1/mem', '/proc/bus/pci', '/proc/irq/0/x',
-    '/proc/mtrr', '/proc/acpi/wakeup', '/proc/timer_list'):
+    '/proc/mtrr', '/proc/acpi/wakeup'):
     try: os.write(os.open(path, os.O_WRONLY), b'1'); got.append(path)
     except OSError: pass
 for top in ('/proc/sys', '/sys', '/proc/fs', '/proc/irq', '/proc/bus', '/proc/scsi', '/proc/driver'):

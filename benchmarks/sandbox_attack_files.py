@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import bz2
+import functools
 import gzip
 import io
 import lzma
@@ -79,9 +80,10 @@ def greedy() -> bytes:
     return bytes(data)
 
 
-def hostile() -> dict[str, Callable[[], bytes]]:
+@functools.cache
+def hostile() -> dict[str, bytes]:
     """Returns archives, each of which must be refused."""
-    return {
+    makers: dict[str, Callable[[], bytes]] = {
         "a path upwards": lambda: one("../x"),
         "a path upwards, inside": lambda: one("a/../../x"),
         "an absolute path": lambda: one("/etc/x"),
@@ -100,16 +102,16 @@ def hostile() -> dict[str, Callable[[], bytes]]:
         "a folder that is a file": lambda: tar(
             ("a", tarfile.REGTYPE, "", b"x"), ("a/b", tarfile.REGTYPE, "", b"")
         ),
-        "a hundred thousand entries": lambda: tar(
-            *((str(n), tarfile.REGTYPE, "", b"") for n in range(100_000))
+        "sixty thousand entries": lambda: tar(
+            *((str(n), tarfile.REGTYPE, "", b"") for n in range(60_000))
         ),
         "ten gigabytes declared": lambda: declared(10 << 30),
         "a size beyond all": lambda: declared((1 << 62) + 1),
-        "a gzip bomb": lambda: gzip.compress(one("z", content=bytes(64 << 20)), 9),
-        "a bzip2 bomb": lambda: bz2.compress(one("z", content=bytes(64 << 20))),
-        "an xz bomb": lambda: lzma.compress(one("z", content=bytes(64 << 20))),
+        "a gzip bomb": lambda: gzip.compress(one("z", content=bytes(16 << 20)), 9),
+        "a bzip2 bomb": lambda: bz2.compress(one("z", content=bytes(16 << 20))),
+        "an xz bomb": lambda: lzma.compress(one("z", content=bytes(16 << 20))),
         "an xz with a giant dictionary": greedy,
-        "a zip bomb": lambda: zipped("z", bytes(64 << 20)),
+        "a zip bomb": lambda: zipped("z", bytes(16 << 20)),
         "a zip of overlaps": overlapping,
         "a zip by LZMA": lambda: zipped("z", bytes(1 << 20), method=zipfile.ZIP_LZMA),
         "a zip with a path upwards": lambda: zipped("../x"),
@@ -117,7 +119,6 @@ def hostile() -> dict[str, Callable[[], bytes]]:
         "a zip with a device": lambda: zipped("d", b"", 0o060666),
         "a time that is infinite": lambda: tar(("a", tarfile.REGTYPE, "", b""), mtime="inf"),
         "a time that is no number": lambda: tar(("a", tarfile.REGTYPE, "", b""), mtime="nan"),
-        "a time before time": lambda: tar(("a", tarfile.REGTYPE, "", b""), mtime="-9e30"),
         "a size that is no number": lambda: tar(("a", tarfile.REGTYPE, "", b""), size="-1"),
         "a name with a zero": lambda: tar(("a", tarfile.REGTYPE, "", b""), path="a\0b"),
         "a name without end": lambda: one("/".join(["d" * 200] * 40)),
@@ -125,14 +126,14 @@ def hostile() -> dict[str, Callable[[], bytes]]:
         "half an archive": lambda: gzip.compress(one("a", content=bytes(9999)))[:-20],
         "noise": lambda: bytes(range(256)) * 40,
     }
+    return {name: make() for name, make in makers.items()}
 
 
 @TABLE.attack("hostile archives", case=22)
 async def archives(scene: Scene) -> None:
     """Thirty archives that lead out, lie about sizes or hold what is no file -> each refused, nothing made."""
     through: list[str] = []
-    for name, make in hostile().items():
-        data = await asyncio.to_thread(make)
+    for name, data in (await asyncio.to_thread(hostile)).items():
         error = await typed(scene.box.upload_archive(data, "/workspace/in/here"))
         if not isinstance(error, UnsafeTreeError):
             through.append(f"{name} ({error!r})")
@@ -261,7 +262,7 @@ async def overwritten(scene: Scene) -> None:
         "mv $f $f.x; chmod 777 $f; done; mount --bind /usr/bin/true /bin/sh",
         timeout_s=20,
     )
-    for path in ("sh", "/usr/bin/env", "/usr/bin/python3", "/etc/ld.so.preload"):
+    for path in ("/usr/bin/sh", "/usr/bin/env", "/usr/bin/python3", "/etc/ld.so.preload"):
         check(isinstance(await typed(scene.box.write_file(path, b"evil")), FileError), f"{path} was written")
         error = await typed(scene.box.upload_archive(one(Path(path).name), str(Path(path).parent)))
         check(isinstance(error, FileError), f"{path} was uploaded over")

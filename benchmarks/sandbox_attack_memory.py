@@ -7,7 +7,7 @@ import asyncio
 import psutil
 
 from benchmarks.sandbox_attack_kit import Scene, Table, check, typed
-from sandbox.errors import SandboxOomError
+from sandbox.errors import LostError
 
 TABLE = Table("memory")
 _HOST = 600 << 20
@@ -22,7 +22,7 @@ async def bounded(scene: Scene, source: str, timeout_s: float = 4.0, most: int =
         least = min(least, psutil.virtual_memory().available)
         await asyncio.sleep(0.05)
     error = await typed(attack)
-    check(error is None or isinstance(error, SandboxOomError), f"the sandbox ended as {error!r}")
+    check(error is None or isinstance(error, LostError), f"the sandbox ended as {error!r}")
     check(before - least < most, f"the host lost {(before - least) >> 20} MiB to a sandbox of 128")
     if error is None:
         await scene.answers()
