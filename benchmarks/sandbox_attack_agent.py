@@ -183,7 +183,7 @@ for line in text.splitlines():
     check((said := await confession(scene, look)) == b"[]", f"it has {said!r}")
 
 
-@TABLE.attack("an agent that breaks out")
+@TABLE.attack("an agent that breaks out", needs="!own_kernel")
 async def breakout(scene: Scene) -> None:
     """Mounts, makes devices, traces, loads, sets clocks and host names, kills all it sees -> refused."""
     look = r"""

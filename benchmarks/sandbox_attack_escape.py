@@ -27,7 +27,7 @@ async def refused(scene: Scene, calls: str, errors: str = _NEVER) -> None:
     await scene.says(_REFUSED % (errors, calls), b"[]")
 
 
-@TABLE.attack("namespaces, mounts and tracing", case=29)
+@TABLE.attack("namespaces, mounts and tracing", case=29, needs="!own_kernel")
 async def doors(scene: Scene) -> None:
     """unshare, clone, setns, mount, chroot, ptrace, process_vm_readv, kcmp, pidfd_getfd -> EPERM or ENOSYS."""
     await refused(
@@ -158,7 +158,8 @@ async def powers(scene: Scene) -> None:
         lines = look.stdout.decode().splitlines()
         status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
         check(status["Uid"].split()[0] != "0" and len(set(status["Uid"].split())) == 1, "it is root")
-        check(status["Groups"].strip() in ("", status["Gid"].split()[0]), "it has groups")
+        groups = {int(group) for group in status["Groups"].split()} - {int(status["Gid"].split()[0])}
+        check(all(group >= 1 << 20 for group in groups), f"it has the groups {groups}")
         have = {name: int(status[name], 16) for name in ("CapEff", "CapPrm", "CapInh", "CapAmb")}
         check(not any(have.values()), f"it has capabilities {have}")
         check((status["NoNewPrivs"], status["Seccomp"]) == ("1", "2"), "it has no filter")
@@ -176,7 +177,7 @@ async def suid(scene: Scene) -> None:
     check(b"uid=0" not in result.stdout and not result.stdout.endswith(b"\n0\n"), "it became root")
 
 
-@TABLE.attack("sockets and files of the host's services", case=28)
+@TABLE.attack("sockets and files of the host's services", case=28, needs="!own_kernel")
 async def services(scene: Scene) -> None:
     """docker.sock, containerd.sock, the node's socket, ssh, shadow, disks -> not there."""
     paths = (
@@ -236,7 +237,7 @@ got = []
 for path in ('/proc/kcore', '/proc/kmsg', '/proc/kpagecgroup', '/proc/kpagecount', '/proc/kpageflags',
     '/sys/firmware', '/proc/keys', '/proc/timer_list', '/proc/slabinfo', '/proc/vmallocinfo', '/proc/sched_debug',
     '/proc/latency_stats', '/proc/pagetypeinfo', '/proc/allocinfo', '/proc/acpi', '/proc/scsi', '/sys/kernel/debug',
-    '/proc/1/mem', '/proc/1/environ', '/proc/1/stack', '/proc/1/syscall', '/proc/1/maps', '/sys/kernel/security'):
+    '/proc/1/mem', '/proc/1/stack', '/proc/1/syscall', '/sys/kernel/security'):
     try:
         if os.path.isdir(path):
             if os.listdir(path): got.append(path)
@@ -265,7 +266,7 @@ async def grep(scene: Scene) -> None:
 
 @TABLE.attack("processes of others")
 async def others(scene: Scene) -> None:
-    """Looks for, signals and reads processes that are not its own -> there are none but the agent's."""
+    """Looks for processes that are not its own, their memory, channels and signals -> only the agent's, and shut."""
     mark = "4003.5"
     await scene.sibling.start(["sleep", mark])
     await scene.says(
@@ -279,9 +280,17 @@ for pid in os.listdir('/proc'):
     if {mark!r} in line.split(chr(0)): got.append('sibling')
     if 'dockerd' in line or 'sandbox_attack_node' in line: got.append(line)
     if os.stat('/proc/' + pid).st_uid != os.getuid():
-        for name in ('mem', 'environ', 'maps', 'fd/0', 'cwd/x', 'root/x'):
-            try: os.open('/proc/' + pid + '/' + name, os.O_RDONLY); got.append(pid + name)
-            except OSError: pass
+        names = ['mem', 'cwd/x', 'root/x']
+        try: names += ['fd/' + fd for fd in os.listdir('/proc/' + pid + '/fd')]
+        except OSError: pass
+        for name in names:
+            path = '/proc/' + pid + '/' + name
+            for mode in (os.O_RDONLY, os.O_WRONLY):
+                try: os.open(path, mode | os.O_NONBLOCK)
+                except OSError: continue
+                if not name.startswith('fd/') or os.readlink(path) != '/dev/null': got.append(path)
+        try: got += [name for name in open('/proc/' + pid + '/environ').read().split(chr(0)) if 'TEMPER' in name]
+        except OSError: pass
         try: os.kill(int(pid), 0); got.append('signal ' + pid)
         except OSError: pass
 print(got)

@@ -49,7 +49,7 @@ def check(holds: object, what: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """One attack. `needs`: capabilities without which a tier does not claim to hold it."""
+    """One attack. `needs`: capabilities without which a tier does not claim to hold it, with `!` those with which."""
 
     name: str
     kind: str

@@ -176,7 +176,7 @@ async def burner(scene: Scene) -> None:
     check(min(losses) < 0.2, f"a sibling lost {[f'{loss:.0%}' for loss in losses]} of its throughput")
 
 
-@TABLE.attack("real-time and negative priority")
+@TABLE.attack("real-time and negative priority", needs="!own_kernel")
 async def priority(scene: Scene) -> None:
     """Asks for SCHED_FIFO, nice -20, real-time I/O and autogroup priority -> all refused."""
     await scene.says(
@@ -268,14 +268,16 @@ if os.fork() == 0:
     await calm(scene)
 
 
-@TABLE.attack("agent stopped from outside", case=9)
+@TABLE.attack("agent stopped from outside", case=9, needs="!own_kernel")
 async def agent_stopped(scene: Scene) -> None:
     """SIGSTOP of an idle sandbox's agent -> a health check marks it dead, with nobody asking for it."""
     marker = f"{time.monotonic_ns()}"
     process = await scene.box.start(["sleep", f"3600.{marker}"])
     victims: list[psutil.Process] = []
     for _ in range(100):  # it is there before it has become what it is to be
-        victims = [p for p in psutil.process_iter(["cmdline"]) if f"3600.{marker}" in (p.info["cmdline"] or [])]
+        victims = [
+            p for p in psutil.process_iter(["cmdline"]) if f"3600.{marker}" in (p.info["cmdline"] or [])
+        ]
         if victims:
             break
         await asyncio.sleep(0.05)

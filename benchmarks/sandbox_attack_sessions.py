@@ -171,7 +171,7 @@ os.fork() or os.execv('/usr/bin/sleep', ['sleep', '4006'])
         "find /workspace /tmp /dev/shm -mindepth 1; grep -l 4006 /proc/[0-9]*/cmdline"
     )
     check(
-        seen.stdout == b"" or seen.stdout.count(b"\n") <= 1 and b"/proc" in seen.stdout,
+        seen.stdout == b"" or (seen.stdout.count(b"\n") <= 1 and b"/proc" in seen.stdout),
         f"left {seen.stdout!r}",
     )
     await scene.answers()

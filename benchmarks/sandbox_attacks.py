@@ -35,7 +35,7 @@ from benchmarks.sandbox_attack_kit import SPEC, Attack, NotHeld, Scene, Stage
 from benchmarks.sandbox_attack_protections import PROTECTIONS
 from sandbox.backends.registry import backends
 from sandbox.client import RemoteBox
-from sandbox.errors import SandboxError
+from sandbox.errors import LostError, SandboxError
 
 ATTACKS: tuple[Attack, ...] = tuple(
     attack
@@ -62,7 +62,7 @@ class Outcome:
 def lacking(attack: Attack, stage: Stage) -> str:
     """Returns the capabilities that the attack needs and the tier says it does not have."""
     have = stage.fleet.capabilities
-    return " ".join(name for name in attack.needs if not getattr(have, name, False))
+    return " ".join(name for name in attack.needs if getattr(have, name.lstrip("!")) is name.startswith("!"))
 
 
 async def launch(attack: Attack, stage: Stage, box: RemoteBox) -> Outcome:
@@ -73,6 +73,9 @@ async def launch(attack: Attack, stage: Stage, box: RemoteBox) -> Outcome:
             await attack.run(scene)
     except NotHeld as error:
         why = str(error)
+    except LostError as error:
+        if stage.fleet.capabilities.oom_told:  # a tier without it says that it ends as a whole
+            why = f"the sandbox ended: {error}"
     except Exception as error:  # whatever is not a typed refusal is a hole, too
         why = f"{type(error).__name__}: {error}"
     boxes = [box, *scene.opened]
@@ -89,7 +92,7 @@ async def assault(tier: str, attacks: list[Attack], off: tuple[str, ...]) -> dic
         await stage.open()
         for number, attack in enumerate(attacks):
             if flags := lacking(attack, stage):
-                outcome = Outcome(UNCLAIMED, f"does not claim {flags}")
+                outcome = Outcome(UNCLAIMED, f"by its flags, without {flags}")
             else:
                 try:
                     outcome = await launch(attack, stage, await stage.fleet.create(SPEC))

@@ -37,6 +37,7 @@ _BROKEN = (
     ValueError,
 )
 
+
 def read_archive(archive: Path | bytes, limits: TreeLimits, *, links_out: bool = False) -> Iterator[Item]:
     """Yields the entries of an archive, each checked before it is given. `links_out`: links may lead out.
 
@@ -147,7 +148,9 @@ def _zip(file: IO[bytes], checker: Checker, most: int) -> Iterator[Item]:
             if form not in (0, stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK):
                 kind = "special"
             if member.flag_bits & 1 or member.compress_type not in _METHODS:
-                raise UnsafeTreeError(f"{name!r} is encrypted, or packed by a method that is not unpacked here")
+                raise UnsafeTreeError(
+                    f"{name!r} is encrypted, or packed by a method that is not unpacked here"
+                )
             entry = Entry(name, kind, mode or 0o644)
             if kind == "link":
                 target = archive.open(member).read(4096).decode(errors="surrogateescape")

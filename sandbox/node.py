@@ -96,7 +96,11 @@ class Node:
         if ready is not None:
             os.write(ready, READY.encode())
             os.close(ready)
-        tasks = [asyncio.create_task(self._reap()), asyncio.create_task(health.tend(self.living)), asyncio.create_task(self.journals.tend())]
+        tasks = [
+            asyncio.create_task(self._reap()),
+            asyncio.create_task(health.tend(self.living)),
+            asyncio.create_task(self.journals.tend()),
+        ]
         try:
             await self.stop.wait()
         finally:

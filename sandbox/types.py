@@ -46,7 +46,8 @@ class Capabilities:
     memory limit is ended alone, and the result of its command says so; without it an allocation fails or the
     whole sandbox ends. `stateful`: what a command leaves is there for the next; without it each command starts
     in an empty place of its own, and only commands are on offer. `terminal_limit`: the terminals that it opens
-    are not taken from the number that the machine has for all.
+    are not taken from the number that the machine has for all. `own_kernel`: its system calls end in a kernel
+    of its own, whose devices, mounts and priorities are none of the machine's.
     """
 
     images: bool
@@ -65,6 +66,7 @@ class Capabilities:
     layers: bool = False
     disk_file: bool = False
     terminal_limit: bool = False
+    own_kernel: bool = False
 
 
 @dataclass(frozen=True, slots=True)

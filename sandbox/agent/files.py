@@ -217,7 +217,9 @@ def empty(name: str, top: int, moved: int) -> int:
             if not unlinked(inner, fd):
                 moved += 1
                 os.chmod(inner, 0o700, dir_fd=fd)
-                os.rename(inner, ".moved-" + str(os.getpid()) + "-" + str(moved), src_dir_fd=fd, dst_dir_fd=top)
+                os.rename(
+                    inner, ".moved-" + str(os.getpid()) + "-" + str(moved), src_dir_fd=fd, dst_dir_fd=top
+                )
     finally:
         os.close(fd)
     return moved

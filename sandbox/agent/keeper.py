@@ -7,7 +7,6 @@ user of its own while it runs, so that one signal, which no fork escapes, ends a
 
 from __future__ import annotations
 
-import errno
 import gc
 import os
 import select
