@@ -108,6 +108,8 @@ async def lies(scene: Scene) -> None:
         elif len(str(second)) > 400 or not str(second).isprintable():
             believed.append(f"{name} (its error carries {len(str(second))} characters)")
         await box.close()
+        if len(believed) > 2:
+            break
     check(not believed, f"believed: {', '.join(believed)}")
 
 

@@ -10,7 +10,7 @@ import stat
 import struct
 from typing import Any
 
-from benchmarks.sandbox_attack_kit import SPEC, Scene, Table, alive, check, typed
+from benchmarks.sandbox_attack_kit import NODE_SANDBOXES, SPEC, Scene, Table, alive, check, typed
 from sandbox.client import Fleet, RemoteBox
 from sandbox.connection import Connection
 from sandbox.errors import LostError, PolicyError, RefusedError, SandboxError
@@ -22,14 +22,14 @@ TABLE = Table("control plane")
 @TABLE.attack("burst of creations", case=44)
 async def burst(scene: Scene) -> None:
     """Four times as many creations as fit, at once -> what is taken starts, the rest is refused by kind."""
-    calls = [asyncio.create_task(scene.fleet.create(SPEC, wait_s=60)) for _ in range(96)]
+    calls = [asyncio.create_task(scene.fleet.create(SPEC, wait_s=60)) for _ in range(4 * NODE_SANDBOXES)]
     made = await asyncio.gather(*calls, return_exceptions=True)
     boxes = [box for box in made if isinstance(box, RemoteBox)]
     scene.opened += boxes
     other = {type(failure).__name__ for failure in made if not isinstance(failure, RemoteBox | RefusedError)}
     check(not other, f"creations ended as {other}")
     live = {box.id for box in await scene.fleet.boxes()}
-    check({box.id for box in boxes} <= live and len(live) <= 24, f"{len(live)} sandboxes, {len(boxes)} made")
+    check({box.id for box in boxes} <= live and len(live) <= NODE_SANDBOXES, f"{len(live)} sandboxes, {len(boxes)} made")
     await asyncio.gather(*(alive(box) for box in boxes[:4]))
     await asyncio.gather(*(box.close() for box in boxes))
 

@@ -34,7 +34,7 @@ CANARY = "TEMPERING_CANARY"
 
 QUICK_S, GROWTH = 5.0, 96 << 20
 _FDS, _FREE = 24, 512 << 20
-_NODE_SANDBOXES = 24
+NODE_SANDBOXES = 12
 
 
 class NotHeld(AssertionError):
@@ -152,7 +152,7 @@ class Stage:
         root = Path(__file__).parent.parent
         with (self.folder / "attacks.log").open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *command, "--", "--max-sandboxes", str(_NODE_SANDBOXES), cwd=root, stdout=log, stderr=log,
+                *command, "--", "--max-sandboxes", str(NODE_SANDBOXES), cwd=root, stdout=log, stderr=log,
                 env={**os.environ, "PYTHONPATH": str(root), CANARY: secrets.token_hex(8)}, stdin=asyncio.subprocess.DEVNULL,
             )  # fmt: skip
         while not (self.folder / SOCKET).exists():

@@ -156,9 +156,24 @@ print(work(%s))
 """
 
 
+_SPIN = """
+import os, time
+end, start = time.monotonic() + 2, os.times()
+for n in range(4):
+    if os.fork() == 0:
+        while time.monotonic() < end: pass
+        os._exit(0)
+for n in range(4): os.wait()
+print((os.times()[2] + os.times()[3] - start[2] - start[3]) / 2)
+"""
+
+
 @TABLE.attack("full processor at half a core", case=7, needs="cpu_limit")
 async def burner(scene: Scene) -> None:
-    """Spins on every core with half a core allowed -> a sibling loses less than a fifth of its throughput."""
+    """Spins in many processes -> no more than its share; a sibling loses less than a fifth of its throughput."""
+    tenth = await scene.fresh(limited(cpus=0.1))
+    used = float((await scene.python(_SPIN, 20, tenth)).stdout)
+    check(used < 0.3, f"it had {used:.2f} of a core, allowed a tenth")
     box = await scene.fresh(limited(cpus=0.5))
     burn = "for i in 1 2 3 4; do (while :; do :; done) & done; wait"
     losses: list[float] = []

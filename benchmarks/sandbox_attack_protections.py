@@ -7,7 +7,6 @@ which a node could be told to do the same.
 from __future__ import annotations
 
 import importlib
-import inspect
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -78,12 +77,10 @@ def _cgroups(controller: str) -> None:
 def _commands(change: Callable[[dict[str, Any]], None], limits: Mapping[str, int] | None = None) -> None:
     """Changes what the agents of all backends are told."""
     usual = base.agent_command
-    names = inspect.signature(usual).parameters
 
     def changed(folder: str, given: Limits, **how: Any) -> list[str]:
-        settings = {name: how[name] for name in how if name in names}
-        change(settings)
-        return usual(folder, replace(given, **dict(limits or {})), **settings)
+        change(how)
+        return usual(folder, replace(given, **dict(limits or {})), **how)
 
     for module in pkgutil.iter_modules(sandbox.backends.__path__):
         loaded = importlib.import_module(f"sandbox.backends.{module.name}")
