@@ -13,10 +13,10 @@ demo: $(VENV)/.installed
 	$(BIN)/temper train experiment=calc $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu and not benchmark $(shell sh scripts/docker_marker.sh)" $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu and not benchmark $(shell sh scripts/docker_marker.sh) $(shell sh scripts/gvisor_marker.sh)" $(ARGS)
 
 test-all: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "not gpu and not benchmark $(shell sh scripts/docker_marker.sh)" $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not benchmark $(shell sh scripts/docker_marker.sh) $(shell sh scripts/gvisor_marker.sh)" $(ARGS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check $(SOURCES)
@@ -26,11 +26,12 @@ check: $(VENV)/.installed-dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(VENV)/.installed-dev
+	$(PIP) -e '.[dev,bench]'
 	$(BIN)/python -m pytest -m "benchmark and not gpu" -s $(ARGS)
 
 coverage: $(VENV)/.installed-dev
 	$(BIN)/python -m coverage erase
-	$(BIN)/python -m coverage run -m pytest -m "not gpu and not benchmark $(shell sh scripts/docker_marker.sh)" $(ARGS)
+	$(BIN)/python -m coverage run -m pytest -m "not gpu and not benchmark $(shell sh scripts/docker_marker.sh) $(shell sh scripts/gvisor_marker.sh)" $(ARGS)
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report --fail-under=85
 

@@ -3,8 +3,8 @@
     python -m benchmarks.sandbox_breakpoint ARM node|front|agent ARGUMENTS...
 
 `install` wraps the functions of `PLACES`. Nothing happens until the file `ARM` names one of them, a process
-and how many passes to let by; the pass after that removes the file, kills the process with SIGKILL and goes on
-when it is dead, so that it dies at this place and at no other. What is wrapped stays as it is otherwise.
+and how many passes to let by; the pass after that removes the file, kills the process with SIGKILL and goes
+on when it is dead, so that it dies at this place and at no other. What is wrapped stays as it is otherwise.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ PLACES: dict[str, tuple[Hook, ...]] = {
         Hook("sandbox.backends.bubblewrap:Bubblewrap._spawn", "before"),
         Hook("sandbox.backends.docker:Docker._create", "after"),
     ),
-    "create.started": (Hook("sandbox.births:Births._enter", "before"),),
-    "create.entered": (Hook("sandbox.births:Births._enter", "after"),),
+    "create.started": (Hook("sandbox.births:Births._journal", "before"),),
+    "create.leased": (Hook("sandbox.leases:LeaseFile.hold", "after"),),
     "create.answered": (
         Hook("sandbox.client:Fleet.create", "after", ("client",)),
         Hook("sandbox.server:Front._create", "after", ("front",)),
@@ -82,15 +82,15 @@ PLACES: dict[str, tuple[Hook, ...]] = {
     "fork.loaded": (Hook("sandbox.background:Background.skip", "before"),),
     "delete.called": (Hook("sandbox.node:Node.close_box", "before"),),
     "delete.ended": (Hook("sandbox.journals:Journals.remove", "before"),),
-    "attach.found": (Hook("sandbox.node:Node.attach", "after"),),
+    "attach.found": (Hook("sandbox.births:Births.attach", "after"),),
     "replay.ran": (Hook("sandbox.journal:Journal.renew", "before"),),
 }
-"""Where processes die, by name. Hooks in the node also kill the clients, fronts and agents that wait for it."""
+"""Where processes die, by name. Hooks in the node also kill the clients, fronts and agents waiting there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """What happens at which place: the process that dies, after how many passes, and what tells that it has."""
+    """What happens at which place: which process dies, and after how many passes."""
 
     place: str
     pid: int

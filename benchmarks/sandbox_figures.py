@@ -32,7 +32,8 @@ class Figure:
         bound = f"<= {self.most:g}" if self.most is not None else ""
         bound = f">= {self.least:g}" if self.least is not None else bound
         mark = ("held" if self.holds else "MISSED") if bound else ""
-        return f"{self.part:<9} {self.name:<46} {self.value:>9.2f} {self.unit:<5} {bound:<9} {mark:<7}{self.note}"
+        what = f"{self.part:<9} {self.name:<46} {self.value:>9.2f} {self.unit:<5}"
+        return f"{what} {bound:<9} {mark:<7}{self.note}"
 
 
 def table(figures: Sequence[Figure]) -> None:

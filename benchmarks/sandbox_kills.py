@@ -1,9 +1,9 @@
 """Kills clients, nodes, node agents and fronts at named places: `python -m benchmarks.sandbox_kills`.
 
-Each run lets a client work in a sandbox until a process reaches a place of `sandbox_breakpoint.PLACES`, where the
-victim gets SIGKILL. Then what was killed is started again, and a client that starts over asks for the same
-sandbox and gives the same commands. A client or node is killed on this machine's node, a front or node agent
-behind a front. Most runs use bubblewrap, the last quarter docker where there is an engine.
+Each run lets a client work in a sandbox until a process reaches a place of `sandbox_breakpoint.PLACES`, where
+the victim gets SIGKILL. Then what was killed is started again, and a client that starts over asks for the
+same sandbox and gives the same commands. A client or node is killed on this machine's node, a front or node
+agent behind a front. Most runs use bubblewrap, the last fourth docker where there is an engine.
 
 Counted are orphans (processes, containers, control groups, mounts, sockets and files that are there when the
 owner has released its sandboxes, or but for files when its lease has ended, after one period of the reaper),
@@ -30,13 +30,14 @@ from benchmarks.sandbox_breakpoint import PLACES, alive
 from benchmarks.sandbox_recover import Found, Recovery
 from benchmarks.sandbox_story import Account
 from benchmarks.sandbox_world import World
+from sandbox.reaper import PERIOD_S
 
 VICTIMS = ("client", "node", "agent", "front")
-REAPER_S = 0.8
-"""The shortest lease of the runs and the period in which the node looks at leases."""
+LEASE_S, LONG_LEASE_S = 5.0, 60.0
+"""Of owners that leave their sandboxes to it, and of those that release them."""
 
 _PATIENCE_S, _RUN_S = 20.0, 150.0
-_DOCKER_SHARE = 0.25
+_DOCKER_SHARE = 0.24
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Run:
 
 
 def plan(runs: int, *, docker: bool) -> list[Run]:
-    """Returns the runs: each place once, victims taking turns, then the other victims; then again with docker."""
+    """Returns the runs: each place once, victims taking turns, then the other victims; docker after that."""
     engine = round(runs * _DOCKER_SHARE) if docker else 0
     light = [*_cycle("bubblewrap", runs - engine)]
     return [*light, *_cycle("docker", engine)]
@@ -98,7 +99,8 @@ class Bench:
     """The two small fleets of all runs."""
 
     def __init__(self, folder: Path, docker: Any):
-        self._worlds = {web: World(folder / ("web" if web else "local"), web, docker) for web in (False, True)}
+        names = {False: "local", True: "web"}
+        self._worlds = {web: World(folder / name, web, docker) for web, name in names.items()}
         self._started: set[bool] = set()
         self._number = 0
 
@@ -108,15 +110,15 @@ class Bench:
         world = await self._world(run.web)
         folder = world.folder / "runs" / str(self._number)
         folder.mkdir()
+        release = run.web or self._number % 2 == 0
         account = Account(
             world.url, world.token, str(world.state), f"owner-{self._number}", run.backend, run.place,
-            world.pid(run.victim), str(folder), str(world.arm),
+            world.pid(run.victim), str(folder), str(world.arm), LONG_LEASE_S if release else LEASE_S,
         )  # fmt: skip
         reached = await _live(account, run, world)
         await world.restart(run.victim if reached else "client")
         gone = run.victim == "node" or account.operation == "replay"
         recovery = Recovery(account, world.state, gone=gone, node_died=run.victim == "node")
-        release = run.web or self._number % 2 == 0
         async with asyncio.timeout(_RUN_S):
             found = await recovery.make(release=release)
             started = time.monotonic()
@@ -165,7 +167,7 @@ async def _live(account: Account, run: Run, world: World) -> bool:
 
 async def _clean(world: World, *, files: bool) -> str:
     """Returns what is still there after one period of the reaper (and some patience with a busy machine)."""
-    deadline = time.monotonic() + REAPER_S + _PATIENCE_S
+    deadline = time.monotonic() + LEASE_S + PERIOD_S + _PATIENCE_S
     while True:
         there = await asyncio.to_thread(world.traces)
         there = there if files else there.live()
@@ -195,10 +197,9 @@ async def measure(runs: list[Run], docker: Any, folder: Path) -> bool:
     unknown = sum(o.found.unknown for o in outcomes)
     print(f"under way at a kill {in_flight}, reported as unknown {unknown}")
     print(f"longest until clean {max(o.clean_s for o in outcomes):.1f} s")
-    print(
-        f"kills {sum(o.reached for o in outcomes)} orphans {sum(bool(o.orphans) for o in outcomes) + bool(left)} "
-        f"twice {sum(o.found.twice for o in outcomes)} lost {sum(o.found.lost for o in outcomes)}"
-    )
+    kills, orphans = sum(o.reached for o in outcomes), sum(bool(o.orphans) for o in outcomes) + bool(left)
+    twice, lost = sum(o.found.twice for o in outcomes), sum(o.found.lost for o in outcomes)
+    print(f"kills {kills} orphans {orphans} twice {twice} lost {lost}")
     return not left and all(o.holds for o in outcomes)
 
 
@@ -218,7 +219,8 @@ def _table(outcomes: list[Outcome]) -> None:
         counts = [sum(o.reached for o in mine if o.run.victim == victim) for victim in VICTIMS]
         flights = f"{sum(o.found.unknown for o in mine)}/{sum(o.found.in_flight for o in mine)}"
         print(
-            f"{place:16s}{''.join(f'{count:8d}' for count in counts)}  {sum(bool(o.orphans) for o in mine):7d}"
+            f"{place:16s}{''.join(f'{count:8d}' for count in counts)}"
+            f"  {sum(bool(o.orphans) for o in mine):7d}"
             f"  {sum(o.found.twice for o in mine):5d}  {sum(o.found.lost for o in mine):4d}  {flights:>7s}"
         )
 

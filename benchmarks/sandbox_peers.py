@@ -81,11 +81,7 @@ class SweRex:
     @contextlib.asynccontextmanager
     async def box(self) -> AsyncGenerator[Any]:
         """A runtime that answers, for as long as the block runs."""
-        with tempfile.TemporaryDirectory() as folder:
-            launcher = Path(folder, "swerex-remote")
-            launcher.write_text(_LAUNCHER)
-            launcher.chmod(0o755)
-            Path(folder).chmod(0o755)
+        with _launcher() as folder:
             packages = sysconfig.get_paths()["purelib"]
             mounts = ["/usr:/usr:ro", f"{packages}:/opt/packages:ro", f"{folder}:/opt/launcher:ro"]
             arguments = [part for mount in mounts for part in ("-v", mount)]
@@ -105,6 +101,16 @@ class SweRex:
         from swerex.runtime.abstract import Command
 
         assert (await runtime.execute(Command(command=["/usr/bin/true"]))).exit_code == 0
+
+
+@contextlib.contextmanager
+def _launcher() -> Generator[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        launcher = Path(folder, "swerex-remote")
+        launcher.write_text(_LAUNCHER)
+        launcher.chmod(0o755)
+        Path(folder).chmod(0o755)
+        yield folder
 
 
 async def main() -> None:

@@ -1,4 +1,4 @@
-"""The client that starts over after a kill: it asks for the same sandbox, gives the same commands, and compares."""
+"""The client that starts over after a kill: same sandbox, same commands, and what has come of them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,15 @@ _NOT_FINISHED_BY_A_DEAD_NODE = frozenset({"exec.intended", "exec.running", "exec
 
 @dataclass(slots=True)
 class Found:
-    """What a recovery showed: commands that ran twice, results lost, commands under way and how many of them
-    were reported as unknown; and the reasons."""
+    """What a recovery showed.
+
+    Attributes:
+        twice: Commands that ran more than once in a generation.
+        lost: Results that had been heard or recorded, and came back otherwise.
+        in_flight: Commands that were under way.
+        unknown: Those of them that were reported as unknown.
+        problems: All that was wrong, in words.
+    """
 
     twice: int = 0
     lost: int = 0
@@ -45,6 +52,15 @@ class Found:
 
 
 @dataclass(slots=True)
+class Heard:
+    """What the first client had heard: its sandbox, results by number, and the error at its end."""
+
+    box: str = ""
+    results: dict[int, str] = field(default_factory=dict[int, str])
+    error: str = ""
+
+
+@dataclass(slots=True)
 class Recovery:
     """What is known before: the account of the first client, and whether its sandbox is gone for certain."""
 
@@ -62,10 +78,10 @@ class Recovery:
             heard = self._heard()
             if self.account.operation == "create":
                 await self._create(fleet)
-            elif (box_id := heard["box"]) is None:
-                self.found.wrong(f"the client never had its sandbox: {heard['error']}")
+            elif not heard.box:
+                self.found.wrong(f"the client never had its sandbox: {heard.error}")
             else:
-                await self._attach(fleet, box_id, heard["results"])
+                await self._attach(fleet, heard.box, heard.results)
         except SandboxError as error:
             self.found.wrong(f"the recovery failed: {type(error).__name__}: {error}", lost=1)
         finally:
@@ -83,17 +99,17 @@ class Recovery:
             token=account.token,
         )  # fmt: skip
 
-    def _heard(self) -> dict[str, object]:
-        heard: dict[str, object] = {"box": None, "results": {}, "error": ""}
+    def _heard(self) -> Heard:
+        heard = Heard()
         path = self.account.records
         for line in path.read_text().splitlines() if path.exists() else ():
             record = json.loads(line)
             if record["what"] == "box":
-                heard["box"] = record["id"]
+                heard.box = record["id"]
             elif record["what"] == "result":
-                heard["results"][record["number"]] = record["shown"]
+                heard.results[record["number"]] = record["shown"]
             elif record["what"] == "error":
-                heard["error"] = record["text"]
+                heard.error = record["text"]
         return heard
 
     async def _create(self, fleet: Fleet) -> None:
@@ -129,7 +145,10 @@ class Recovery:
             self.asked.clear()
             try:
                 box = await fleet.attach(
-                    box_id, unknown="ask", ask=self._ask, replay=self.gone or self.account.operation == "delete"
+                    box_id,
+                    unknown="ask",
+                    ask=self._ask,
+                    replay=self.gone or self.account.operation == "delete",
                 )
                 return box, await self._again(box)
             except UnknownOutcomeError as error:
@@ -164,7 +183,9 @@ class Recovery:
         under_way = {seq for seq, finished in before.items() if not finished}
         place = self.account.place
         certain = place in _NEVER_FINISHES or (self.node_died and place in _NOT_FINISHED_BY_A_DEAD_NODE)
-        self.found.in_flight += len(under_way) if self.node_died or certain else len(under_way & {*self.asked})
+        self.found.in_flight += (
+            len(under_way) if self.node_died or certain else len(under_way & {*self.asked})
+        )
         self.found.unknown += len(under_way & {*self.asked})
         if certain and not under_way:
             self.found.wrong("the command under way has a result, or no intent")

@@ -1,4 +1,4 @@
-"""What a client does in a run of `sandbox_kills` until something dies, and how one that starts over does it again.
+"""What a client does in a run of `sandbox_kills` until something dies.
 
 Run as `python -m benchmarks.sandbox_story ACCOUNT.json` it is the client that dies or sees others die: it
 creates a sandbox, runs four commands, arms the place and does what leads there. What it heard it writes into
@@ -48,7 +48,7 @@ class Account:
     """Where the arm, the tree to upload and the records of this run are."""
 
     arm: str
-    lease_s: float = 30.0
+    lease_s: float
 
     @property
     def operation(self) -> str:
@@ -182,7 +182,7 @@ def _operations(box: RemoteBox, account: Account) -> dict[str, Callable[[], Awai
 async def _gone(fleet: Fleet, box: RemoteBox) -> None:
     """Lets the sandbox end as one that nobody uses; its journal stays."""
     await box.extend(0.05)
-    while any(other.id == box.id for other in await fleet.boxes()):
+    while any(other.id == box.id for other in await fleet.boxes()):  # noqa: ASYNC110 (another process)
         await asyncio.sleep(0.05)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.sandbox_breakpoint import alive
 
 _CGROUPS = Path("/sys/fs/cgroup")
-_SHARED = frozenset({"toolkit", "layers"})
+_SHARED = frozenset({"toolkit", "layers", "mounts"})
 """Folders of the state folder that belong to the node and to no sandbox."""
 
 

@@ -109,8 +109,8 @@ class World:
         if self.watch is not None:
             await self.watch.close()
             self.watch = None
-        while await _answers(self.state):
-            await asyncio.sleep(0.1)  # a node that nobody needs ends itself
+        while await _answers(self.state):  # noqa: ASYNC110 (a node that nobody needs ends itself)
+            await asyncio.sleep(0.1)
 
     def kill_all(self) -> None:
         """Ends what still runs after an error."""

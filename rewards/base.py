@@ -23,6 +23,7 @@ REWARDS = Catalogue(
         "math": "rewards.math:equivalent",
         "normalized": "rewards.answers:normalized",
         "numeric": "rewards.answers:Numeric",
+        "unit_tests": "rewards.unit_tests:UnitTests",
     },
 )
 
@@ -41,11 +42,14 @@ class Reward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartConfig:
-    """One part of a composed reward: a reward's name, its weight and limits, and its own options."""
+    """One part of a composed reward: a reward's name, its weight and limits, and its own options.
+
+    Without a `timeout_s` the reward's own counts, where it has one.
+    """
 
     reward: str
     weight: float = 1.0
-    timeout_s: float = TIMEOUT_S
+    timeout_s: float | None = None
     retries: int = 1
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -100,4 +104,5 @@ def _part(name: str, config: PartConfig) -> Part:
         check_options(what, lambda: None, config.options)
     if not callable(function):
         raise BrokenPluginError(f"{what} is {function!r}; it must be a function of (task, trajectory)")
-    return Part(name, cast(RewardFunction, function), config.weight, config.timeout_s, config.retries)
+    timeout_s = config.timeout_s or getattr(function, "timeout_s", TIMEOUT_S)
+    return Part(name, cast(RewardFunction, function), config.weight, timeout_s, config.retries)

@@ -18,6 +18,7 @@ from model.config import PolicyConfig
 from model.diagnostics.scales import ScaleMonitor
 from model.engine.speculative import Speculation
 from model.policy import Policy
+from rewards import unit_tests
 from rl.engines.native import NativeEngine
 from rl.launch.config import RunConfig
 from rl.rollout.generator import Generator
@@ -85,13 +86,15 @@ async def open_generator(
     )
     async with AsyncExitStack() as stack:
         sandboxes = None
-        if env.sandbox is not None:
+        if env.sandbox is not None or env.reward_name == "unit_tests":
             fleet = await Fleet.connect(
                 config.sandbox.url, state_dir=fleet_state, owner=owner, backend=config.sandbox.backend
             )
             stack.push_async_callback(fleet.close)
-            lease_s = rollout.deadline_s + rollout.score_deadline_s + 60.0
-            sandboxes = FleetSandboxes(fleet, env.sandbox, rollout.pool_size, lease_s)
+            unit_tests.judge_in(fleet)
+            if env.sandbox is not None:
+                lease_s = rollout.deadline_s + rollout.score_deadline_s + 60.0
+                sandboxes = FleetSandboxes(fleet, env.sandbox, rollout.pool_size, lease_s)
         reward = rewards.load(env.reward_name) if env.reward_name else None
         scaffold = scaffolds.load(config.scaffold.name)
         worker = Worker(

@@ -16,6 +16,7 @@ from sandbox.channel import Header
 from sandbox.errors import RefusedError, SandboxError
 from sandbox.journal import digest
 
+_MOST = 1000
 _ASKED = ("box", "boxes", "snapshot", "key", "count", "replay", "ttl_s", "node", "nodes")
 
 
@@ -48,15 +49,29 @@ class Audit:
             self._fd = -1
 
 
+def owner_of(header: Header) -> str:
+    """Returns for whom a call says that it is."""
+    client = header.get("client")
+    owner = cast("Header", client).get("owner", "") if isinstance(client, dict) else header.get("owner", "")
+    return str(owner)[:_MOST]
+
+
+def _short(value: Any) -> Any:
+    """Returns what a caller said, cut where it is too long for a line of a log."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return value if len(text) <= _MOST else text[:_MOST] + "..."
+
+
 def asked(header: Header, body: bytes) -> dict[str, Any]:
     """Returns what a call says it wants, as far as it belongs into the log."""
-    fields = {name: header[name] for name in _ASKED if header.get(name)}
+    fields = {name: _short(header[name]) for name in _ASKED if header.get(name)}
     if isinstance(header.get("command"), dict):
         command = cast("Header", header["command"])
-        fields |= {"command": command.get("op"), "digest": digest(command, body)}
+        fields |= {"command": _short(command.get("op")), "digest": digest(command, body)}
     if isinstance(header.get("spec"), dict):
         spec = cast("Header", header["spec"])
-        fields |= {"backend": header.get("backend"), "image": spec.get("image"), "limits": spec.get("limits")}
+        about = {"backend": header.get("backend"), "image": spec.get("image"), "limits": spec.get("limits")}
+        fields |= {name: _short(value) for name, value in about.items()}
     return {**fields, "bytes_in": len(body)}
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from typing import Any, cast
 
 from sandbox.channel import Header
@@ -11,7 +13,7 @@ from sandbox.outcome import Outcome
 from sandbox.resident import Resident
 from sandbox.types import ExecResult
 
-_ASK_S = 10.0
+_ASK_S, _LOOK_S = 10.0, 0.01
 _MAX_WAIT_S = 3600.0
 _DONE = ExecResult(0, b"", b"")
 _POLLED: dict[str, tuple[type, ...]] = {
@@ -25,7 +27,7 @@ _SHOWN = ("argv", "env", "cwd", "user", "pty")
 class Background:
     """The background processes of a sandbox, counted from 1: a replayed start has its number again."""
 
-    OPERATIONS = frozenset({"start", "poll", "signal", "input", "resize", "processes"})
+    OPERATIONS = frozenset({"start", "poll", "signal", "input", "resize", "processes", "halt"})
 
     def __init__(self, resident: Resident, most: int):
         self._resident, self._most = resident, most
@@ -51,8 +53,13 @@ class Background:
             self._agents[number - 1] = reply["id"]
             if len(self._commands) >= 2 * self._most:
                 await self._look()
-            self._commands[number] = {name: command[name] for name in _SHOWN if command.get(name)}
+                self._commands = {at: about for at, about in self._commands.items() if about["running"]}
+            self._commands[number] = {"running": True} | {
+                name: command[name] for name in _SHOWN if command.get(name)
+            }
             return Outcome(_DONE, json.dumps({"process": number}).encode())
+        if command["op"] == "halt":
+            return await self._halt(command)
         if command["op"] == "processes":
             await self._look()
             found = [{**about, "process": number} for number, about in self._commands.items()]
@@ -70,17 +77,26 @@ class Background:
         said = await self._polled(reply, data, command["limit"])
         return Outcome(ExecResult(0, data, b""), json.dumps(said).encode())
 
+    async def _halt(self, command: Header) -> Outcome:
+        """Ends all processes of commands; returns when none is left."""
+        deadline = time.monotonic() + _ASK_S
+        while (left := (await self._ask(command, b"", _ASK_S))[0].get("left")) != 0:
+            if type(left) is not int or time.monotonic() > deadline:
+                await self._resident.close()
+                raise ProtocolError(f"the sandbox could not end its processes ({left!r:.20} left)")
+            await asyncio.sleep(_LOOK_S)
+        return Outcome(_DONE)
+
     async def _look(self) -> None:
-        """Forgets the commands of processes that have ended."""
-        ask: Header = {"op": "poll", "limit": 1, "offset": 0, "wait_s": 0}
+        """Looks which processes have ended, and forgets those that the agent has forgotten."""
+        ask: Header = {"op": "poll", "limit": 0, "offset": 1 << 62, "wait_s": 0}
         for number in list(self._commands):
             try:
                 reply, data = await self._ask({**ask, "process": self._agents[number - 1]}, b"", _ASK_S)
             except PolicyError:  # the agent has forgotten it
                 del self._commands[number]
             else:
-                if not (await self._polled(reply, data, 1))["running"]:
-                    del self._commands[number]
+                self._commands[number]["running"] = (await self._polled(reply, data, 0))["running"]
 
     async def _ask(self, command: Header, body: bytes, timeout_s: float) -> tuple[Header, bytes]:
         reply, data = await self._resident.request(command, body, timeout_s=timeout_s)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from sandbox.policy import Denial
 from sandbox.process import Process
 from sandbox.shell import Shell
 from sandbox.stream import Stream
@@ -125,8 +126,20 @@ class Sandbox(Protocol):
         """Lets a paused sandbox go on."""
         ...
 
+    async def halt(self) -> None:
+        """Ends all processes that commands started; files stay."""
+        ...
+
     async def extend(self, ttl_s: float) -> None:
         """Sets how many seconds the sandbox may be idle from now on."""
+        ...
+
+    async def phase(self, name: str) -> None:
+        """Goes on to another phase of the sandbox's network; what it does not allow is cut at once."""
+        ...
+
+    async def denials(self) -> list[Denial]:
+        """Returns what did not pass the sandbox's network."""
         ...
 
     async def snapshot(self) -> str:

@@ -1,78 +1,198 @@
-"""How sandboxes come to be on a node: created, made anew from a journal, or forked; whole or not at all."""
+"""How sandboxes come to be on a node: created, made anew, forked, or handed over from a warm pool.
+
+Whole or not at all, and in the lease file before their owner hears of them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import secrets
-import weakref
-from collections.abc import AsyncGenerator, Generator
-from dataclasses import asdict
+import time
+from collections.abc import AsyncGenerator, Awaitable, Coroutine, Generator, Iterable, Sequence
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from sandbox.admission import admit
 from sandbox.backends.base import Started
 from sandbox.box import Box
+from sandbox.egress import gate
 from sandbox.errors import InfrastructureError, LostError, RefusedError, SandboxError, StartTimeoutError
 from sandbox.journal import Journal
-from sandbox.layers.compose import check_offered
+from sandbox.leases import Lease
 from sandbox.recovery import Recorder, Replay
 from sandbox.session import spec_from
+from sandbox.shares import Share, check
 from sandbox.snapshots import load
+from sandbox.turns import Turns
 from sandbox.types import SandboxSpec
+from sandbox.warm_spec import size
 
 if TYPE_CHECKING:
     from sandbox.node import Node
 
-_START_TIMEOUT_S = 60.0
+NODE, BOOT, POOL = "tempering.node", "tempering.boot", "tempering.pool"
+"""Labels of all that a backend starts: the node's state folder, its run, and the warm pool, if any."""
+
+_START_TIMEOUT_S, _LOOK_S = 60.0, 0.02
+_FIRST: dict[str, Any] = {
+    "op": "exec", "argv": ["/bin/sh", "-c", ":"], "env": {}, "cwd": "/", "timeout_s": 10.0, "limit": 1024,
+}  # fmt: skip
+_ROOM = frozenset({"sandboxes", "cpu", "memory", "pids"})
 
 
 class Births:
-    """Starts the sandboxes of one node."""
+    """Starts the sandboxes of one node.
+
+    Attributes:
+        starting: Those that wait for their start or are being started, by name: for whom, and what.
+        unborn: Those that have started and that nobody has yet.
+        undoing: Names of those whose caller went away while they were being started.
+    """
 
     def __init__(self, node: Node):
         self._node = node
-        self.starting: dict[str, SandboxSpec] = {}
+        self.starting: dict[str, tuple[str, SandboxSpec]] = {}
         self.unborn: list[Box] = []
+        self.undoing: set[str] = set()
         self._starts = asyncio.Semaphore(node.limits.starts_at_once)
-        self._keys = weakref.WeakValueDictionary[tuple[str, str], asyncio.Lock]()
+        self._turns = Turns()
 
     async def create(
-        self, owner: str, backend: str, spec: SandboxSpec, key: str = "", snapshot: str = ""
+        self,
+        owner: str,
+        backend: str,
+        spec: SandboxSpec,
+        key: str = "",
+        snapshot: str = "",
+        shares: Sequence[Share] = (),
     ) -> Box:
-        """Admits and starts one sandbox, and returns it once its agent answers.
+        """Admits and starts one sandbox, or takes one from the warm pool; returns it once its agent answers.
 
         Args:
             owner: Whose it is.
             backend: The name of its backend.
             spec: What is asked for.
-            key: Names the creation: a second one of the owner with the same key gets the same sandbox.
+            key: Names the creation: a second one of the owner with the same key gets the same sandbox. If
+                that was lost with its node, it is made anew in its next generation, from its journal.
             snapshot: From which it starts, if any.
+            shares: What the owner's project may hold.
 
         Raises:
             RefusedError: It does not fit.
             PolicyError: The backend does not offer what the specification asks for.
             StartTimeoutError: It did not come up in time.
             InfrastructureError: It did not come up.
+            LostError: The sandbox of this key was lost with its node, and had no journal.
         """
-        if key:
-            async with self._keys.setdefault((owner, key), asyncio.Lock()):
-                made = [box for box in self._node.living.values() if (box.owner, box.key) == (owner, key)]
-                return made[0] if made else await self._create(owner, backend, spec, key, snapshot)
-        return await self._create(owner, backend, spec, key, snapshot)
+        if not key:
+            return await self._create(owner, backend, spec, "", snapshot, shares)
+        async with self._turns.of(owner, key):
+            made = await self._known(owner, key)
+            return made or await self._create(owner, backend, spec, key, snapshot, shares)
 
-    async def _create(self, owner: str, backend: str, spec: SandboxSpec, key: str, snapshot: str) -> Box:
+    async def claim(
+        self,
+        owner: str,
+        backend: str,
+        spec: SandboxSpec,
+        count: int,
+        key: str = "",
+        shares: Sequence[Share] = (),
+        *,
+        fresh: bool,
+    ) -> list[Box]:
+        """Gives an owner a group of sandboxes, all or none: out of the warm pool, or started for it.
+
+        Args:
+            owner: Whose they are.
+            backend: The name of their backend.
+            spec: What is asked for.
+            count: How many.
+            key: Names the claim: a second one with the same key gets the same sandboxes.
+            shares: What the owner's project may hold.
+            fresh: Whether they are started when the pool has too few, none of it taken.
+
+        Raises:
+            RefusedError: The pool has too few (`pool`) and `fresh` is off, or there is no room.
+            LostError: Of the group of this key not all are there any more.
+        """
+        keys = [f"{key}/{number}" if key else "" for number in range(size(count, "claim"))]
+        async with self._turns.of(owner, f"{key}/") if key else contextlib.nullcontext():
+            made = [await self._known(owner, name) for name in keys if name]
+            if here := [box for box in made if box is not None]:
+                if len(here) == count:
+                    return here
+                raise LostError(f"of the {count} sandboxes claimed under {key!r} {len(here)} are there")
+            if taken := await self._node.warm.claim(owner, backend, spec, keys, shares):
+                return taken
+            if not fresh:
+                ready = self._node.warm.ready(backend, spec)
+                raise RefusedError(
+                    f"the warm pool has {ready} of {count} sandboxes ready, and a group is taken whole: "
+                    "try later, ask for fewer, or say fallback='create'",
+                    "pool",
+                )
+            return await self._group(owner, backend, spec, keys, shares)
+
+    async def _group(
+        self, owner: str, backend: str, spec: SandboxSpec, keys: Sequence[str], shares: Sequence[Share]
+    ) -> list[Box]:
+        check(shares, spec, len(keys), self._node.held())
+        few = asyncio.Semaphore(2 * self._node.limits.starts_at_once)
+
+        async def one(key: str) -> Box:
+            async with few:
+                return await self._fresh(owner, backend, spec, key, "", shares)
+
+        return await self._whole(owner, [one(key) for key in keys])
+
+    async def _known(self, owner: str, key: str) -> Box | None:
+        """Returns what was made for an owner under a key; what was lost with its node is made anew."""
+        for box in self._node.living.values():
+            if (box.owner, box.key) == (owner, key):
+                return box
+        if (lost := self._node.leases.by_key(owner, key)) is None:
+            return None
+        if not lost.journal:
+            raise LostError(
+                f"sandbox {lost.sandbox}, made under the key {key!r}, was lost with its node and had no "
+                "journal to make it anew from: ask under another key"
+            )
+        return (await self.attach(owner, lost.sandbox, replay=True))[0]
+
+    async def _create(
+        self,
+        owner: str,
+        backend: str,
+        spec: SandboxSpec,
+        key: str,
+        snapshot: str,
+        shares: Sequence[Share],
+    ) -> Box:
         if snapshot:
             self._node.snapshots.get(snapshot, owner)
-        box_id = f"{self._node.boot}-{secrets.token_hex(6)}"
-        with self._place(box_id, spec):
+        elif warm := await self._node.warm.claim(owner, backend, spec, [key], shares):
+            return warm[0]
+        return await self._fresh(owner, backend, spec, key, snapshot, shares)
+
+    async def _fresh(
+        self,
+        owner: str,
+        backend: str,
+        spec: SandboxSpec,
+        key: str,
+        snapshot: str,
+        shares: Sequence[Share],
+    ) -> Box:
+        box_id = self._fresh_id()
+        with self._place(box_id, owner, spec, shares):
             box = await self._start(box_id, box_id, owner, backend, spec)
             box.key, box.snapshot = key, snapshot
-            async with self._unborn_until_entered(box, fresh=True):
+            async with self._entering(box, fresh=True):
                 if snapshot:
                     await load(box, self._node.snapshots.tree(snapshot))
-                if spec.journal:
-                    box.recorder = Recorder(await self._node.journals.create(box_id, _head(box)))
+                await _all(self._journal(box), self._node.leases.hold(self._lease(box)))
         return box
 
     async def attach(self, owner: str, box_id: str, *, replay: bool) -> tuple[Box, Replay]:
@@ -88,6 +208,10 @@ class Births:
             JournalMismatchError: Replayed, a command ended in another way.
             JournalError: The journal is damaged or does not hold all commands.
         """
+        async with self._turns.of(owner, f"sandbox {box_id}"):
+            return await self._attach(owner, box_id, replay=replay)
+
+    async def _attach(self, owner: str, box_id: str, *, replay: bool) -> tuple[Box, Replay]:
         box = self._node.living.get(box_id)
         if box is not None and box.owner == owner:
             if box.resident.fault is None:
@@ -110,14 +234,11 @@ class Births:
     async def _renew(self, owner: str, journal: Journal) -> tuple[Box, Replay]:
         box_id, spec = journal.head["sandbox"], spec_from(journal.head["spec"])
         name = f"{box_id}-g{journal.generation + 1}"
-        with self._place(name, spec):
+        with self._place(name, owner, spec):
             box = await self._start(box_id, name, owner, journal.head["backend"], spec)
-            box.key, box.snapshot, box.recorder = (
-                journal.head["key"],
-                journal.head["snapshot"],
-                Recorder(journal),
-            )
-            async with self._unborn_until_entered(box):
+            box.key, box.snapshot = journal.head["key"], journal.head["snapshot"]
+            box.recorder = Recorder(journal)
+            async with self._entering(box):
                 latest = self._node.snapshots.latest(box_id, owner)
                 base = latest.id if latest else box.snapshot
                 if base:
@@ -125,9 +246,10 @@ class Births:
                     await load(box, self._node.snapshots.tree(base))
                 replayed = await box.replay(latest.seq if latest else 0)
                 journal.renew(replayed.commands)
+                await self._node.leases.hold(self._lease(box))
         return box, replayed
 
-    async def fork(self, owner: str, box_id: str, count: int) -> list[Box]:
+    async def fork(self, owner: str, box_id: str, count: int, shares: Sequence[Share] = ()) -> list[Box]:
         """Starts `count` sandboxes with the files and the journal of one, all or none.
 
         Raises:
@@ -135,28 +257,23 @@ class Births:
             FileError: It has files that cannot be read.
         """
         parent = self._node.box(box_id, owner)
+        check(shares, parent.spec, count, self._node.held())
         async with self._node.snapshots.passing(parent) as (taken, saving):
-            children = [asyncio.create_task(self._child(parent, taken, saving)) for _ in range(count)]
-            gone: list[BaseException] = []
-            try:
-                made = await asyncio.gather(*children, return_exceptions=True)
-            except asyncio.CancelledError as error:
-                gone.append(error)
-                for child in children:
-                    child.cancel()
-                made = await asyncio.gather(*children, return_exceptions=True)
-        boxes = [box for box in made if isinstance(box, Box)]
-        for failure in (*gone, *(error for error in made if isinstance(error, BaseException))):
-            await asyncio.gather(*(self._node.close_box(box.id, owner) for box in boxes))
-            raise failure
-        return boxes
+            return await self._whole(
+                owner, [self._child(parent, taken, saving, shares) for _ in range(count)]
+            )
 
-    async def _child(self, parent: Box, taken: str, saving: asyncio.Task[int]) -> Box:
-        box_id = f"{self._node.boot}-{secrets.token_hex(6)}"
-        with self._place(box_id, parent.spec):
+    async def _child(
+        self, parent: Box, taken: str, saving: asyncio.Task[int], shares: Sequence[Share]
+    ) -> Box:
+        box_id = self._fresh_id()
+        with self._place(box_id, parent.owner, parent.spec, shares):
+            phase = parent.started.gate.phase if parent.started.gate is not None else ""
             box = await self._start(box_id, box_id, parent.owner, parent.backend, parent.spec)
+            if box.started.gate is not None:
+                box.started.gate.switch(phase)
             box.ttl_s, box.snapshot = parent.ttl_s, parent.snapshot
-            async with self._unborn_until_entered(box, fresh=True):
+            async with self._entering(box, fresh=True):
                 seq = await asyncio.shield(saving)
                 await load(box, self._node.snapshots.tree(taken))
                 if parent.recorder is not None:
@@ -164,56 +281,145 @@ class Births:
                     box.background.skip(past.count("start", seq))
                     head = {**_head(box), "parent": parent.id, "parent_seq": seq}
                     box.recorder = Recorder(await self._node.journals.create(box_id, head, past, seq))
+                await self._node.leases.hold(self._lease(box))
         return box
 
+    async def _whole(self, owner: str, makings: Iterable[Coroutine[None, None, Box]]) -> list[Box]:
+        tasks = [asyncio.create_task(making) for making in makings]
+        gone: list[BaseException] = []
+        try:
+            made = await asyncio.gather(*tasks, return_exceptions=True)
+        except asyncio.CancelledError as error:
+            gone.append(error)
+            for task in tasks:
+                task.cancel()
+            made = await asyncio.gather(*tasks, return_exceptions=True)
+        boxes = [box for box in made if isinstance(box, Box)]
+        for failure in (*gone, *(error for error in made if isinstance(error, BaseException))):
+            await asyncio.gather(*(self._node.close_box(box.id, owner) for box in boxes))
+            raise failure
+        return boxes
+
+    async def warm(self, pool: str, backend: str, spec: SandboxSpec) -> Box:
+        """Starts a sandbox that nobody owns, and pauses it where its backend can."""
+        box_id = self._fresh_id()
+        with self._place(box_id, "", spec):
+            box = await self._start(box_id, box_id, "", backend, spec, pool)
+            box.pool = pool
+            self.unborn.append(box)
+            try:
+                await box.perform(_FIRST, b"")  # what a first command loads is loaded now
+                if box.started.pause is not None:
+                    await box.pause()
+                await self._node.leases.hold(self._lease(box))
+                if self._node.stop.is_set():
+                    raise LostError("the node is about to end")
+            except BaseException:
+                self._node.end(box)
+                raise
+            finally:
+                self.unborn.remove(box)
+            return box
+
+    async def hand_over(self, boxes: Sequence[Box], owner: str, keys: Sequence[str]) -> None:
+        """Gives waiting sandboxes to an owner, all or none: resumed, and durably theirs.
+
+        Raises:
+            SandboxError: One of them is dead; they have all been ended.
+        """
+        for box, key in zip(boxes, keys, strict=True):
+            box.owner, box.key, box.used = owner, key, time.monotonic()
+            box.live(box.spec.life_s)
+        async with self._entering(*boxes, fresh=True):
+            journals, resumes = [self._journal(box) for box in boxes], [box.resume() for box in boxes]
+            await _all(*resumes, *journals, self._node.leases.hold(*map(self._lease, boxes)))
+
+    async def _journal(self, box: Box) -> None:
+        if box.spec.journal:
+            box.recorder = Recorder(await self._node.journals.create(box.id, _head(box)))
+
+    def _lease(self, box: Box) -> Lease:
+        tenant = self._node.tenants.get(box.owner)
+        return Lease(
+            box.id, box.name, box.owner, tenant.lease_s if tenant else 0.0, box.key, box.backend,
+            self._node.boot, box.pool, box.spec.journal,
+        )  # fmt: skip
+
+    def _fresh_id(self) -> str:
+        return f"{self._node.boot}-{secrets.token_hex(6)}"
+
     @contextlib.asynccontextmanager
-    async def _unborn_until_entered(self, box: Box, *, fresh: bool = False) -> AsyncGenerator[None]:
-        """Enters the sandbox at the end, or ends it: a fresh one with its journal, which nobody asks for."""
-        self.unborn.append(box)
+    async def _entering(self, *boxes: Box, fresh: bool = False) -> AsyncGenerator[None]:
+        """Makes sandboxes their owners' at the end, or ends them all; fresh ones with their journals."""
+        self.unborn.extend(boxes)
         try:
             yield
-            self._enter(box)
+            for box in boxes:
+                self._node.living[box.id] = box
+                if box.owner not in self._node.tenants:
+                    raise LostError(f"the lease of {box.owner} ended while the sandbox was being started")
         except BaseException:
-            ending = self._node.end(box)
-            if fresh:
-                self._node.later(self._forget(box, ending))
+            for box in boxes:
+                ending = self._node.end(box)
+                if fresh:
+                    self._node.later(self._forget(box, ending))
             raise
         finally:
-            self.unborn.remove(box)
+            for box in boxes:
+                self.unborn.remove(box)
 
     async def _forget(self, box: Box, ending: asyncio.Task[None]) -> None:
         await ending
         await self._node.journals.remove(box.id, box.owner)
 
     @contextlib.contextmanager
-    def _place(self, name: str, spec: SandboxSpec) -> Generator[None]:
+    def _place(
+        self, name: str, owner: str, spec: SandboxSpec, shares: Sequence[Share] = ()
+    ) -> Generator[None]:
+        """Admits a sandbox, and counts it as one that is being started while the body runs."""
         if self._node.stop.is_set():
             raise RefusedError("the node is about to end", "draining")
-        held = [box.spec for box in self._node.living.values()]
-        admit(self._node.limits, spec, held, self.starting.values(), self._node.state_dir)
-        self.starting[name] = spec
+        check(shares, spec, 1, self._node.held())
+        while True:
+            try:
+                starting = [one for _, one in self.starting.values()]
+                admit(self._node.limits, spec, self._node.specs(), starting, self._node.state_dir)
+                break
+            except RefusedError as error:
+                if not owner or error.reason not in _ROOM or not self._node.warm.give_way():
+                    raise
+        self.starting[name] = owner, spec
         try:
             yield
         finally:
             del self.starting[name]
 
-    def _enter(self, box: Box) -> None:
-        self._node.living[box.id] = box
-        if box.owner not in self._node.tenants:
-            raise LostError(f"the lease of {box.owner} ended while the sandbox was being started")
+    async def settled(self, owner: str) -> None:
+        """Returns when nothing is being started for an owner any more."""
+        while any(who == owner for who, _ in self.starting.values()):  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_S)
 
-    async def _start(self, box_id: str, name: str, owner: str, backend: str, spec: SandboxSpec) -> Box:
-        check_offered(spec, self._node.backends[backend].capabilities(), backend)
+    async def _start(
+        self, box_id: str, name: str, owner: str, backend: str, spec: SandboxSpec, pool: str = ""
+    ) -> Box:
+        marks = {NODE: str(self._node.state_dir), BOOT: self._node.boot, POOL: pool}
+        marked = replace(spec, labels={**spec.labels, **marks})
         async with self._starts:
+            if owner and owner not in self._node.tenants:
+                raise LostError(f"the lease of {owner} ended before the sandbox was started")
             # A start is never left half-way: a client that goes away has it finished and undone.
-            starting = asyncio.create_task(self._node.backends[backend].start(name, owner, spec))
+            start = gate.start(self._node.backends[backend], self._node.state_dir, name, owner, marked)
+            starting = asyncio.create_task(start)
             try:
                 started = await asyncio.shield(starting)
             except asyncio.CancelledError:
-                self._node.later(self._undo(starting))
+                self.undoing.add(name)
+                self._node.later(self._undo(name, starting))
                 raise
+            kept = replace(started.spec, labels=spec.labels) if started.spec else spec
             capabilities = self._node.backends[backend].capabilities()
-            box = Box(box_id, owner, started.spec or spec, backend, started, capabilities)
+            box = Box(box_id, owner, kept, backend, started, capabilities)
+            box.name = name
             try:
                 async with asyncio.timeout(_START_TIMEOUT_S):
                     await box.ping(_START_TIMEOUT_S)
@@ -227,9 +433,19 @@ class Births:
                 raise
             return box
 
-    async def _undo(self, starting: asyncio.Task[Started]) -> None:
-        with contextlib.suppress(SandboxError):
-            await (await starting).kill()
+    async def _undo(self, name: str, starting: asyncio.Task[Started]) -> None:
+        try:
+            with contextlib.suppress(SandboxError):
+                await (await starting).kill()
+        finally:
+            self.undoing.discard(name)
+
+
+async def _all(*work: Awaitable[None]) -> None:
+    """Does work at once; returns or raises when all of it has ended."""
+    for result in await asyncio.gather(*work, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
 
 
 def _head(box: Box) -> dict[str, Any]:

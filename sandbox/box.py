@@ -23,10 +23,13 @@ from sandbox.errors import (
     SandboxError,
     SandboxOomError,
 )
+from sandbox.journal import Journal
 from sandbox.outcome import FIELDS, Outcome
+from sandbox.policy import Denial
 from sandbox.recovery import Claim, Recorder, Replay, replay
 from sandbox.resident import STATE, Resident, Sink, check_result
-from sandbox.types import Capabilities, SandboxSpec
+from sandbox.shapes import check_command
+from sandbox.types import Capabilities, ExecResult, SandboxSpec
 
 _PROCESSES_A_COMMAND = 8
 _MAX_QUEUE, _MAX_PROCESSES = 1024, 32
@@ -36,6 +39,12 @@ OPERATIONS = frozenset(
     {"exec", "python", "read", "write", "list", "stat", "pack", "unpack", "remove", "move"}
 )
 """What a caller can have the agent do, besides what `Background` does."""
+
+_PHASE = "phase"
+"""What the node itself does, in the sequence of the others."""
+
+CALLS = frozenset({"exec", "python"})
+"""Of these, what a sandbox without state can do."""
 
 _UNRECORDED = frozenset({"pack"})
 """Trees go out as they are at that time, and are too large for a journal."""
@@ -56,6 +65,9 @@ class Box:
     recorder: Recorder | None = None
     key: str = ""
     snapshot: str = ""
+    name: str = ""
+    pool: str = ""
+    born: float = field(default_factory=time.monotonic)
     ttl_s: float = field(init=False)
     resident: Resident = field(init=False)
     background: Background = field(init=False)
@@ -73,7 +85,8 @@ class Box:
         self.live(self.spec.life_s)
         self.calm.set()
         # What does not fit beside the commands that run waits here, in order, not as a failed fork.
-        self.places = asyncio.Semaphore(max(self.spec.limits.pids // _PROCESSES_A_COMMAND, 1))
+        at_once = self.spec.limits.pids // _PROCESSES_A_COMMAND if self.capabilities.stateful else 1
+        self.places = asyncio.Semaphore(max(at_once, 1))
         self.resident = Resident(
             self.started.reader, self.started.writer, self.started.kill, self._explain
         )
@@ -139,9 +152,17 @@ class Box:
         return await self.recorder.run(command, body, claim, perform, self.resident.settled)
 
     def _check(self, command: Header) -> None:
-        known = OPERATIONS | Background.OPERATIONS
+        known = OPERATIONS | Background.OPERATIONS | {_PHASE}
         if command["op"] not in known:
             raise PolicyError(f"there is no command {command['op']!r}, only {', '.join(sorted(known))}")
+        check_command(command)
+        if not self.capabilities.stateful and (command["op"] not in CALLS or command.get("state")):
+            raise PolicyError(
+                f"a {self.backend} sandbox keeps nothing between calls (stateful), so that it has no files, "
+                "sessions or background: give exec, python or call all that they need"
+            )
+        if command.get("files") and self.capabilities.stateful:
+            raise PolicyError("a call brings files only where it starts in an empty place: use write_file")
         if (user := command.get("user")) is not None:
             if not self.capabilities.separate_users:
                 raise PolicyError(
@@ -149,6 +170,8 @@ class Box:
                 )
             if user not in _USERS:
                 raise PolicyError(f"commands run as a user from {_USERS[0]} to {_USERS[-1]}, not {user}")
+        if command["op"] == _PHASE:
+            self.spec.network.check(command["phase"])
         if command.get("pty") and not self.capabilities.terminal:
             raise PolicyError("this backend has no terminals")
 
@@ -156,10 +179,14 @@ class Box:
         """Runs what the journal has as finished, in this fresh sandbox; see `recovery.replay`."""
         assert self.recorder is not None
         self.background.skip(self.recorder.journal.count("start", since))
+        if (phase := phase_after(self.recorder.journal, since)) and self.started.gate is not None:
+            self.started.gate.switch(phase)
         return await replay(self.recorder.journal, self.perform, since)
 
     async def perform(self, header: Header, body: bytes, sink: Sink | None = None) -> Outcome:
         """Runs a command without a word to the journal; waits for its turn."""
+        if header["op"] == _PHASE:
+            return self._switch(header["phase"])
         if self.resident.clocks.held:
             raise RefusedError(f"sandbox {self.id} is paused: resume it first", "paused")
         if self.running >= _MAX_QUEUE:
@@ -173,6 +200,23 @@ class Box:
         finally:
             self.running -= 1
             self.used = time.monotonic()
+
+    def _switch(self, phase: str) -> Outcome:
+        self.spec.network.check(phase)
+        assert self.started.gate is not None
+        self.started.gate.switch(phase)
+        self.used = time.monotonic()
+        return Outcome(ExecResult(0, b"", b""))
+
+    def denials(self) -> list[Denial]:
+        """Returns what did not pass its network.
+
+        Raises:
+            PolicyError: It has none.
+        """
+        self.spec.network.check(self.spec.network.phase)
+        assert self.started.gate is not None
+        return self.started.gate.denials()
 
     async def _run(self, header: Header, body: bytes, sink: Sink | None) -> Outcome:
         kills = self.started.oom_kills()
@@ -202,6 +246,7 @@ class Box:
 
         Raises:
             PolicyError: The backend cannot.
+            InfrastructureError: It did not happen; the sandbox goes on.
         """
         async with self.pausing:
             if self.started.pause is None:
@@ -209,7 +254,11 @@ class Box:
             if not self.resident.clocks.held:
                 await self.resident.request({"op": "hold"}, timeout_s=_ASK_S)
                 self.resident.clocks.hold()
-                await self.started.pause(True)
+                try:
+                    await self.started.pause(True)
+                except InfrastructureError:
+                    await self._go_on()
+                    raise
                 self.held_at = time.monotonic()
             self.used = time.monotonic()
 
@@ -218,18 +267,32 @@ class Box:
         async with self.pausing:
             if self.resident.clocks.held and self.started.pause is not None:
                 await self.started.pause(False)
-                self.resident.clocks.go_on()
                 self.end, self.held_at = self.end + time.monotonic() - self.held_at, 0.0
-                await self.resident.request({"op": "go_on"}, timeout_s=_ASK_S)
+                await self._go_on()
             self.used = time.monotonic()
+
+    def check_snapshots(self) -> None:
+        """Returns when the sandbox can have files of another, and another its files.
+
+        Raises:
+            PolicyError: The backend has no snapshots.
+        """
+        if not self.capabilities.disk_snapshot:
+            raise PolicyError(f"a {self.backend} sandbox has no snapshots (disk_snapshot)")
+
+    async def _go_on(self) -> None:
+        self.resident.clocks.go_on()
+        await self.resident.request({"op": "go_on"}, timeout_s=_ASK_S)
 
     @asynccontextmanager
     async def quiet(self) -> AsyncGenerator[int]:
         """Has commands wait while a snapshot is taken; gives the number of the last one.
 
         Raises:
+            PolicyError: The backend has no snapshots.
             RefusedError: A command is running (`busy`).
         """
+        self.check_snapshots()
         if self.resident.clocks.held:
             raise RefusedError(f"sandbox {self.id} is paused: resume it first", "paused")
         if self.running or not self.calm.is_set():
@@ -245,3 +308,10 @@ class Box:
     async def close(self) -> None:
         """Ends the sandbox with everything in it; returns when it is gone."""
         await self.resident.close()
+
+
+def phase_after(journal: Journal, seq: int) -> str:
+    """Returns the network phase that a sandbox was in after its command `seq`; empty: the one it began in."""
+    switches = [n for n, entry in journal.entries.items() if entry.operation == _PHASE and n <= seq]
+    done = [n for n in switches if journal.entries[n].result and not journal.failed(n)]
+    return str(journal.command(done[-1])[0]["phase"]) if done else ""

@@ -39,6 +39,10 @@ def encode(header: Mapping[str, Any], body: bytes = b"") -> bytes:
     return _SIZES.pack(len(text), len(body)) + text + body
 
 
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
+
 async def read_frame(
     reader: ByteReader, allowed: Callable[[], int] = lambda: MAX_BODY
 ) -> tuple[Header, bytes]:
@@ -56,7 +60,7 @@ async def read_frame(
     except (asyncio.IncompleteReadError, ConnectionError) as error:
         raise LostError("the other end closed the channel") from error
     try:
-        header: object = json.loads(text)
+        header: object = json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise ProtocolError("a frame's header is not JSON") from error
     if not isinstance(header, dict):

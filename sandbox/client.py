@@ -16,12 +16,13 @@ import contextlib
 import os
 import random
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
+from sandbox.calls import Call, Calls
 from sandbox.channel import Header
 from sandbox.connection import Connection, Link, reach
 from sandbox.errors import LostError, PolicyError, RefusedError, SandboxError
@@ -30,9 +31,10 @@ from sandbox.past import Ask, Past, Unknown
 from sandbox.pool import Pool
 from sandbox.remote import RemoteBox
 from sandbox.tokens import TOKEN, TOKEN_FILE, read_token
-from sandbox.types import Capabilities, SandboxSpec
+from sandbox.types import Capabilities, ExecResult, Limits, SandboxSpec
 from sandbox.web import Caller, WebConnection
 
+Fallback = Literal["create", "refuse"]
 DEFAULT_LEASE_S = 60.0
 _TRIES, _RETRY_S = 3, 0.05
 
@@ -56,7 +58,9 @@ class Fleet:
         self._connection, self.owner = connection, owner
         self.backend: str = welcome["backend"]
         self.node_pid: int = welcome["pid"]
+        self._calls = Calls(self)
         self.capabilities = Capabilities(**welcome["capabilities"])
+        self.lease_s: float = welcome.get("lease_s", 0.0)
 
     @classmethod
     async def connect(
@@ -75,8 +79,10 @@ class Fleet:
             url: `local`, or the address of a front.
             state_dir: Where the local node has its socket, record and log.
             owner: To whom sandboxes belong, as a rule the run.
-            backend: `docker`, `bubblewrap`, or `auto` for the first of them that this machine has.
-            lease_s: How long sandboxes outlive the owner's last client.
+            backend: `docker`, `bubblewrap`, or `auto` for the first of them that this machine has; `gvisor`
+                and `function` only by name.
+            lease_s: How long sandboxes outlive the owner's last client; a longer one that an earlier client
+                asked for stays (`Fleet.lease_s` says which holds).
             token: For a front; by default that of the environment (TEMPER_SANDBOX_TOKEN, or the file that
                 TEMPER_SANDBOX_TOKEN_FILE names).
 
@@ -125,6 +131,46 @@ class Fleet:
             return Reclaimed()
         return await release_ownerless(connection, keep_owners)
 
+    async def claim(
+        self,
+        spec: SandboxSpec | None = None,
+        count: int = 1,
+        *,
+        fallback: Fallback = "create",
+        key: str = "",
+        wait_s: float = 60.0,
+    ) -> list[RemoteBox]:
+        """Takes `count` sandboxes of one node out of its warm pool, all at once or none of them.
+
+        Args:
+            spec: What they are: a pool is of exactly equal specifications.
+            count: How many; a group stays within one node.
+            fallback: What becomes of a claim for which no pool has all of them ready: they are started
+                (`create`), all or none, or it is refused (`refuse`).
+            key: Names the claim: a second one with the same key gets the same sandboxes.
+            wait_s: How long to ask again while too many sandboxes are being started.
+
+        Raises:
+            RefusedError: No pool has all of them ready (`pool`), or no node has room.
+            PolicyError: The backend or the node does not offer what `spec` asks for.
+        """
+        request = {"op": "claim", "backend": self.backend, "spec": asdict(spec or SandboxSpec())}
+        request |= {"count": count, "fallback": fallback, "key": key}
+        reply = await self._patiently(request, wait_s)
+        return [RemoteBox(self._connection, about["box"], Past.known(about)) for about in reply["about"]]
+
+    async def warm(self, spec: SandboxSpec | None = None, count: int = 1) -> str:
+        """Has a node keep `count` sandboxes ready for claims and creates, while this owner is there.
+
+        They are started in the background, beside those that the operator or others want of the same; 0 ends
+        it. They count in the project's quota from now on. Returns the name of the pool.
+
+        Raises:
+            PolicyError: There will never be so many.
+        """
+        request = {"op": "warm", "backend": self.backend, "spec": asdict(spec or SandboxSpec())}
+        return (await self._connection.request({**request, "count": count}))[0]["pool"]
+
     async def create(
         self,
         spec: SandboxSpec | None = None,
@@ -133,11 +179,14 @@ class Fleet:
         snapshot: str = "",
         wait_s: float = 60.0,
     ) -> RemoteBox:
-        """Starts a sandbox; while too many are being started it asks again, for at most `wait_s` seconds.
+        """Starts a sandbox, or takes one from the warm pool of its specification.
+
+        While too many are being started it asks again, for at most `wait_s` seconds.
 
         Args:
             spec: What to start.
-            key: Names the creation: a second one with the same key gets the sandbox of the first.
+            key: Names the creation: a second one with the same key gets the sandbox of the first. When that
+                was lost with its node, it is made anew from its journal, in its next generation.
             snapshot: Starts with the files of a snapshot (`RemoteBox.snapshot`).
             wait_s: How long to ask again.
 
@@ -145,13 +194,18 @@ class Fleet:
             RefusedError: The node has no room.
             PolicyError: The backend or the node does not offer what `spec` asks for.
             StartTimeoutError: The sandbox did not come up in time.
+            LostError: The sandbox of this key was lost with its node, and had no journal.
         """
         request = {"op": "create", "backend": self.backend, "spec": asdict(spec or SandboxSpec())}
         request |= {"key": key, "snapshot": snapshot}
+        about = await self._patiently(request, wait_s)
+        return RemoteBox(self._connection, about["box"], Past.known(about))
+
+    async def _patiently(self, request: Header, wait_s: float) -> Header:
         deadline = time.monotonic() + wait_s
         while True:
             try:
-                return RemoteBox(self._connection, (await self._connection.request(request))[0]["box"])
+                return (await self._connection.request(request))[0]
             except RefusedError as error:
                 if error.reason != "start_rate" or time.monotonic() > deadline:
                     raise
@@ -200,6 +254,29 @@ class Fleet:
                 raise failure
         return Pool(self, spec, boxes)
 
+    async def call(
+        self,
+        command: str | Sequence[str] = "",
+        *,
+        source: str = "",
+        files: Mapping[str, bytes] | None = None,
+        stdin: bytes = b"",
+        limits: Limits | None = None,
+        timeout_s: float = 10.0,
+        output_limit: int = 1 << 16,
+    ) -> ExecResult:
+        """Runs a command or Python `source` in an empty place, on a worker that is there already.
+
+        The first call of a client starts its workers, by the backend `function` whatever the connection has.
+        A call keeps nothing and finds nothing of another; see `sandbox.calls.Call` for what it brings.
+
+        Raises:
+            BackendMissingError: The node has no such backend.
+            PolicyError: It brings neither or both of command and source, or too much.
+        """
+        call = Call(command, source, files or {}, stdin, timeout_s, output_limit)
+        return await self._calls.run(call, limits or Limits())
+
     async def boxes(self) -> list[RemoteBox]:
         """Returns the owner's live sandboxes, those of an earlier client included."""
         reply, _ = await self._connection.request({"op": "boxes"})
@@ -216,6 +293,7 @@ class Fleet:
     async def close(self, *, release: bool = True) -> None:
         """Disconnects; with `release` the owner's sandboxes end now instead of with the lease."""
         with contextlib.suppress(SandboxError):
+            await self._calls.close()
             if release:
                 await self._connection.request({"op": "release", "owner": self.owner})
         await self._connection.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -30,6 +31,8 @@ from sandbox.tokens import (
     read_token,
     token_access,
 )
+from sandbox.top import Row, watch
+from sandbox.warm_spec import read_warm
 from sandbox.web import Caller, WebConnection
 from sandbox.wire import Sink
 
@@ -38,11 +41,12 @@ def run_node(parsed: argparse.Namespace) -> int:
     """Serves a node agent until it is told to stop; the node's sandboxes stay."""
     token = read_token(os.environ, NODE_TOKEN, NODE_TOKEN_FILE)
     labels = dict(_label(word) for word in parsed.label)
+    warm = [read_warm(word) for word in parsed.warm]
     bind, audit = _bind(parsed), Audit(parsed.audit)
     name = parsed.name or socket.gethostname().partition(".")[0].lower()
 
     async def work() -> None:
-        node = NodeServer(name, parsed.state, labels, parsed.starts_per_s)
+        node = NodeServer(name, parsed.state, labels, parsed.starts_per_s, warm=warm)
 
         async def act(who: Principal, header: Header, body: bytes, sink: Sink) -> tuple[Header, bytes]:
             return await node.perform(header, body, sink)
@@ -94,6 +98,18 @@ def show_stats(parsed: argparse.Namespace) -> int:
     _table(("NODE", "SANDBOXES", "MEMORY GIB", "CORES", "STARTING", "STATE", "BACKENDS"), list(_rows(stats)))
     if stats.get("refusals"):
         print("refused by nodes: " + ", ".join(f"{why} {count}" for why, count in stats["refusals"].items()))
+    return 0
+
+
+def show_top(parsed: argparse.Namespace) -> int:
+    """Shows the sandboxes and what each uses, until interrupted."""
+
+    async def ask() -> list[Row]:
+        rows: list[Row] = (await _ask(parsed, {"op": "top"})).get("rows", [])
+        return rows
+
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(watch(parsed, ask))
     return 0
 
 

@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 Reason = Literal[
     "sandboxes", "cpu", "memory", "pids", "disk", "start_rate", "busy", "paused", "processes", "draining",
-    "quota",
+    "quota", "pool",
 ]  # fmt: skip
 """Why admission was refused: no place for one more sandbox, its cores, memory, processes or disk; too many
 are being started; too many commands wait, the sandbox is paused, it has too many background processes; the
-node is about to end; or the project's quota is used up."""
+node is about to end; the project's quota is used up; or no warm pool has the whole group ready."""
 
 
 _MAX_TEXT = 600

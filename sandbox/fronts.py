@@ -1,4 +1,4 @@
-"""The command `temper sandbox serve`: a front for a fleet, or for this machine alone, with E2B beside it if asked.
+"""The command `temper sandbox serve`: a front for a fleet or for this machine alone, with E2B if asked.
 
 With `--local` one process is front and node agent: it makes its own tokens, in files of its state folder that
 only its user can read, and hears of its node on loopback like any other front.

@@ -1,4 +1,4 @@
-"""The bytes of a journal: records with checksums, torn tails told from damage, older versions read.
+"""The bytes of journals and of the lease file: records with checksums, torn tails told from damage.
 
     file    = MAGIC  version:u16  record*
     record  = head:u32  body:u32  crc32:u32  JSON object of `head` bytes  `body` bytes
@@ -14,6 +14,7 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -53,13 +54,29 @@ def _from_1(record: Record, body: bytes) -> Record:
     return {**record, "signal": signal, "disk_full": False, "stderr_bytes": kept - record["stdout_bytes"]}
 
 
-_UPGRADES: dict[int, Callable[[Record, bytes], Record]] = {1: _from_1}
-"""By version: how a record of it becomes one of the next."""
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A kind of file.
+
+    Attributes:
+        noun: What messages call it.
+        magic: Its first eight bytes.
+        version: Written by this program; it reads the one before as well.
+        upgrades: By version, how a record of it becomes one of the next.
+    """
+
+    noun: str
+    magic: bytes
+    version: int
+    upgrades: Mapping[int, Callable[[Record, bytes], Record]]
 
 
-def opening(version: int = VERSION) -> bytes:
+JOURNAL = Form("journal", MAGIC, VERSION, {1: _from_1})
+
+
+def opening(version: int = VERSION, form: Form = JOURNAL) -> bytes:
     """Returns what a file starts with."""
-    return MAGIC + _VERSION.pack(version)
+    return form.magic + _VERSION.pack(version)
 
 
 def encode(record: Mapping[str, Any], body: bytes = b"") -> bytes:
@@ -81,40 +98,43 @@ def decode(data: bytes | memoryview) -> tuple[Record, bytes] | None:
     return cast("Record", json.loads(bytes(content[:head]))), bytes(content[head:])
 
 
-def version_of(data: bytes, path: Path) -> int:
-    """Returns the version of a journal that starts with `data`.
+def version_of(data: bytes, path: Path, form: Form = JOURNAL) -> int:
+    """Returns the version of a file that starts with `data`.
 
     Raises:
         JournalError: It is none, or of a version that is not read here.
     """
-    if len(data) < START or not data.startswith(MAGIC):
-        raise JournalError(f"{path} is not a journal")
-    (version,) = _VERSION.unpack_from(data, len(MAGIC))
-    if not max(VERSION - 1, 1) <= version <= VERSION:
+    if len(data) < START or not data.startswith(form.magic):
+        raise JournalError(f"{path} is not a {form.noun}")
+    (version,) = _VERSION.unpack_from(data, len(form.magic))
+    oldest = max(form.version - 1, 1)
+    if not oldest <= version <= form.version:
         raise JournalError(
-            f"the journal {path} has format {version}, and {max(VERSION - 1, 1)} to {VERSION} are read here: "
+            f"the {form.noun} {path} has format {version}, and {oldest} to {form.version} are read here: "
             "use the release that wrote it, or start the sandbox anew"
         )
     return version
 
 
-def scan(path: Path) -> Iterator[Scanned]:
-    """Yields the records of a journal, those of an older version as of this one, up to a torn tail.
+def scan(path: Path, form: Form = JOURNAL) -> Iterator[Scanned]:
+    """Yields the records of a file, those of an older version as of this one, up to a torn tail.
 
     Raises:
         JournalError: It is damaged in the middle, or of a version that is not read here.
     """
     data = path.read_bytes()
-    version, view, offset = version_of(data, path), memoryview(data), START
+    version, view, offset = version_of(data, path, form), memoryview(data), START
     while offset < len(data):
         found = decode(view[offset:])
         if found is None:
             if not _torn(view[offset:]):
-                raise JournalError(f"the journal {path} is damaged at byte {offset}, with records behind it")
+                raise JournalError(
+                    f"the {form.noun} {path} is damaged at byte {offset}, with records behind it"
+                )
             return
         record, body = found
-        for older in range(version, VERSION):
-            record = _UPGRADES[older](record, body)
+        for older in range(version, form.version):
+            record = form.upgrades[older](record, body)
         head, size, _ = RECORD.unpack_from(view, offset)
         end = offset + RECORD.size + head + size
         yield Scanned(offset, record, body, end)

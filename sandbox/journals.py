@@ -47,6 +47,10 @@ class Journals:
         self._open[box_id] = journal
         return journal
 
+    def has(self, box_id: str) -> bool:
+        """Whether there is a journal of a sandbox."""
+        return (self._folder / box_id).is_file()
+
     async def reopen(self, box_id: str, owner: str) -> Journal:
         """Opens the journal of a sandbox that is gone.
 

@@ -129,16 +129,20 @@ async def listen(
     """
     gate, bind = Gate(listener.app, most, silent_s), listener.bind
     runner = web.AppRunner(
-        listener.app, handler_cancellation=True, access_log=None, shutdown_timeout=5.0, lingering_time=2.0
+        listener.app, handler_cancellation=True, access_log=None, shutdown_timeout=5.0, lingering_time=1.0
     )
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
     assert runner.server is not None
     tls = bind.tls()
-    timeout = {"ssl_handshake_timeout": silent_s} if tls else {}
     try:
         server = await asyncio.get_running_loop().create_server(
-            gate.open(runner.server), bind.host, bind.port, ssl=tls, backlog=1024, **timeout
+            gate.open(runner.server),
+            bind.host,
+            bind.port,
+            ssl=tls,
+            backlog=1024,
+            ssl_handshake_timeout=silent_s if tls else None,
         )
     except OSError as error:
         raise PolicyError(f"{bind.host}:{bind.port} cannot be listened on: {error.strerror}") from error

@@ -21,6 +21,8 @@ def load_of(
     held: Iterable[tuple[str, SandboxSpec]],
     starting: Collection[SandboxSpec],
     *,
+    warm: Iterable[SandboxSpec] = (),
+    hints: Iterable[tuple[str, SandboxSpec]] = (),
     draining: bool,
 ) -> dict[str, Any]:
     """Returns a node's load as JSON values.
@@ -29,14 +31,18 @@ def load_of(
         limits: What it admits.
         held: Its sandboxes, with their owners.
         starting: Those that wait for their start or are being started.
+        warm: What waits in warm pools, or is on its way out of them.
+        hints: What is kept warm on behalf of owners, whose quotas it counts in.
         draining: Whether it takes no more.
     """
     owners: dict[str, Room] = {}
     for owner, spec in held:
         owners[owner] = owners.get(owner, Room()).plus(room_of(spec))
     used = Room()
-    for room in (*owners.values(), *map(room_of, starting)):
+    for room in (*owners.values(), *map(room_of, (*starting, *warm))):
         used = used.plus(room)
+    for owner, spec in hints:
+        owners[owner] = owners.get(owner, Room()).plus(room_of(spec))
     return {
         "capacity": capacity(limits),
         "used": used,

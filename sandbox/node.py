@@ -19,7 +19,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Generator
+from collections.abc import Coroutine, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,17 +31,21 @@ from sandbox.backends.registry import backends, choose
 from sandbox.births import Births
 from sandbox.box import Box
 from sandbox.channel import ByteReader
-from sandbox.errors import LostError, PolicyError, SandboxError
+from sandbox.egress import doors
+from sandbox.egress.gate import denied
+from sandbox.errors import InfrastructureError, LostError, SandboxError
 from sandbox.journals import Journals
+from sandbox.leases import LeaseFile
 from sandbox.load import load_of
-from sandbox.recovery import Replay
+from sandbox.reaper import PERIOD_S, Reaper
 from sandbox.session import Session
 from sandbox.snapshots import Snapshots
 from sandbox.types import SandboxSpec
+from sandbox.warm import OPERATOR, WarmPools
+from sandbox.warm_spec import WARM, Warm, read_warm
 
 SOCKET, RECORD, LOCK, READY = "node.sock", "node.json", "node.held", "ready"
 _REAP_S = 0.5
-_MAX_LEASE_S = 30 * 86400.0
 _LOG = logging.getLogger("sandbox.node")
 
 
@@ -57,27 +61,41 @@ class Owner:
         """Forgets a client; the lease runs from now."""
         self.clients, self.seen = self.clients - 1, time.monotonic()
 
+    def left(self) -> float:
+        """Returns how many seconds of the lease are left; all of it while a client is there."""
+        return self.lease_s if self.clients else self.lease_s - (time.monotonic() - self.seen)
+
     def expired(self) -> bool:
         """Whether the lease has ended."""
-        return self.clients == 0 and time.monotonic() - self.seen > self.lease_s
+        return self.left() < 0
 
 
 class Node:
     """The sandboxes of one state folder, and who owns them."""
 
-    def __init__(self, state_dir: Path, limits: NodeLimits, idle_s: float = 1.0):
+    def __init__(
+        self,
+        state_dir: Path,
+        limits: NodeLimits,
+        idle_s: float = 1.0,
+        reap_s: float = PERIOD_S,
+        warm: Sequence[Warm] = (),
+    ):
         self.state_dir, self.limits, self._idle_s = state_dir, limits, idle_s
         self.living: dict[str, Box] = {}
         self.tenants: dict[str, Owner] = {}
         self.backends = backends(state_dir)
         self.journals, self.snapshots = Journals(state_dir), Snapshots(state_dir)
         self.ending: dict[str, asyncio.Task[None]] = {}
+        self.fading: set[str] = set()
         self.boot = secrets.token_hex(4)
+        self.leases = LeaseFile.open(state_dir, self.boot)
         self._sessions = 0
         self._idle_since = time.monotonic()
         self.stop = asyncio.Event()
         self.closing: set[asyncio.Task[None]] = set()
-        self._births = Births(self)
+        self.births, self.warm = Births(self), WarmPools(self)
+        self._reaper, self._wanted = Reaper(self, reap_s), warm
 
     async def serve(self, ready: int | None = None) -> None:
         """Serves until told to stop, or until nobody has needed the node for a while.
@@ -92,15 +110,18 @@ class Node:
             if left := await backend.reclaim(self.state_dir):
                 _LOG.warning("removed what an earlier node left: %s", ", ".join(left))
         self.snapshots.sweep()
+        await self.leases.drop(lambda lease: lease.journal and not self.journals.has(lease.sandbox))
+        for one in self._wanted:
+            await self.warm.want(OPERATOR, one.backend, one.spec, one.count)
+        doors.sweep(self.state_dir)
         server = await self._listen()
         if ready is not None:
             os.write(ready, READY.encode())
             os.close(ready)
-        tasks = [
-            asyncio.create_task(self._reap()),
-            asyncio.create_task(health.tend(self.living)),
-            asyncio.create_task(self.journals.tend()),
-        ]
+        work = (
+            self._reap(), self.journals.tend(), self.warm.tend(), self._reaper.tend(), health.tend(self.living)
+        )  # fmt: skip
+        tasks = [asyncio.create_task(one) for one in work]
         try:
             await self.stop.wait()
         finally:
@@ -109,13 +130,15 @@ class Node:
             server.close()
             (self.state_dir / SOCKET).unlink(missing_ok=True)
             (self.state_dir / RECORD).unlink(missing_ok=True)
-            for box in self._births.unborn:
+            for box in self.births.unborn:
                 self.later(box.close())
-            while self._births.starting:  # noqa: ASYNC110 (no new ones come: the node is draining)
+            while self.births.starting:  # noqa: ASYNC110 (no new ones come: the node is draining)
                 await asyncio.sleep(0.01)
+            await self.warm.end()
             for name in [*self.living]:
                 self.end(self.living[name])
             await asyncio.gather(*self.closing, return_exceptions=True)
+            await self.leases.close()
             for backend in self.backends.values():
                 backend.leave()
 
@@ -137,8 +160,10 @@ class Node:
             for box in [box for box in self.living.values() if box.expired()]:
                 _LOG.info("sandbox %s of %s ended: %s", box.id, box.owner, box.resident.fault or "idle")
                 self.end(box)
+            if over := self.leases.expired(self.tenants):
+                self.later(self._forget(*(lease.sandbox for lease in over)))
             now = time.monotonic()
-            if self.tenants or self._sessions or self._births.starting or self.closing:
+            if self.tenants or self._sessions or self.births.starting or self.closing:
                 self._idle_since = now
             elif now - self._idle_since > self._idle_s:
                 self.stop.set()
@@ -157,35 +182,15 @@ class Node:
             await session.end()
 
     def join(self, name: str, lease_s: float) -> Owner:
-        """Registers a client of an owner.
-
-        Raises:
-            PolicyError: The lease is no time, or would hardly ever end.
-        """
-        if not 0 <= lease_s <= _MAX_LEASE_S:
-            raise PolicyError(f"a lease is of 0 to {_MAX_LEASE_S} seconds, not {lease_s}")
+        """Registers a client of an owner; a lease that an earlier one asked for is not made shorter."""
         owner = self.tenants.setdefault(name, Owner(lease_s))
-        owner.lease_s, owner.seen = lease_s, time.monotonic()
+        owner.lease_s, owner.seen = max(owner.lease_s, lease_s), time.monotonic()
         owner.clients += 1
         return owner
 
     async def pick(self, name: str) -> Backend:
         """Returns the backend that `name` (or `auto`) stands for on this machine."""
         return await choose(name, self.backends)
-
-    async def create(
-        self, owner: str, backend: str, spec: SandboxSpec, key: str = "", snapshot: str = ""
-    ) -> Box:
-        """Admits and starts one sandbox; see `Births.create`."""
-        return await self._births.create(owner, backend, spec, key, snapshot)
-
-    async def attach(self, owner: str, box_id: str, *, replay: bool) -> tuple[Box, Replay]:
-        """Returns a sandbox of an owner's earlier client; see `Births.attach`."""
-        return await self._births.attach(owner, box_id, replay=replay)
-
-    async def fork(self, owner: str, box_id: str, count: int) -> list[Box]:
-        """Starts `count` sandboxes with the files and the journal of one; see `Births.fork`."""
-        return await self._births.fork(owner, box_id, count)
 
     def box(self, box_id: str, owner: str) -> Box:
         """Returns a sandbox of an owner.
@@ -206,7 +211,9 @@ class Node:
 
     def end(self, box: Box) -> asyncio.Task[None]:
         """Begins to end a sandbox; returns what is done when it is gone."""
-        self.living.pop(box.id, None)
+        if self.living.get(box.id) is box:
+            del self.living[box.id]
+        self.fading.add(box.name)
         ending = self.ending[box.id] = self.later(self._ended(box))
         return ending
 
@@ -215,7 +222,17 @@ class Node:
             await box.close()
         finally:
             self.journals.leave(box.id)
+            # What a node that stops takes along may still be asked for, of the next one.
+            if not self.stop.is_set() or not box.owner:
+                await self._forget(box.id)
             self.ending.pop(box.id, None)
+            self.fading.discard(box.name)
+
+    async def _forget(self, *sandboxes: str) -> None:
+        try:
+            await self.leases.end(*sandboxes)
+        except InfrastructureError as error:
+            _LOG.error("%s", error)
 
     def later(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Has work done that the end of the node waits for."""
@@ -230,16 +247,26 @@ class Node:
             await self.end(box)
         elif ending := self.ending.get(box_id):
             await asyncio.shield(ending)
+        elif (lost := self.leases.lost.get(box_id)) is not None and lost.owner == owner:
+            await self._forget(box_id)
         await self.journals.remove(box_id, owner)
 
     def _release(self, name: str) -> list[asyncio.Task[None]]:
         self.tenants.pop(name, None)
+        self.warm.forget(name)
         return [self.end(box) for box in [box for box in self.living.values() if box.owner == name]]
 
     async def release(self, name: str) -> int:
-        """Ends an owner's lease, sandboxes and their journals now; returns how many sandboxes there were."""
+        """Ends an owner's lease, sandboxes and their journals now; returns how many sandboxes there were.
+
+        What is just being started for the owner is waited for, and ended too.
+        """
         held = self.boxes(name)
+        lost = [lease.sandbox for lease in self.leases.of(name)]
         await asyncio.gather(*self._release(name), return_exceptions=True)
+        await self.births.settled(name)
+        await asyncio.gather(*self.ending.values(), return_exceptions=True)
+        await self._forget(*lost)
         for box_id in {*held, *await asyncio.to_thread(self.journals.of, name)}:
             await self.journals.remove(box_id, name)
         for snapshot in self.snapshots.of(name):
@@ -254,8 +281,9 @@ class Node:
         }
 
     def keys(self, owner: str) -> dict[str, str]:
-        """Returns the ids of an owner's sandboxes by the keys of their creation."""
-        return {box.key: box.id for box in self.living.values() if box.owner == owner and box.key}
+        """Returns the ids of an owner's sandboxes by the keys of their creation, lost ones included."""
+        held = [*self.leases.of(owner), *self.leases.live.values()]
+        return {one.key: one.sandbox for one in held if one.owner == owner and one.key}
 
     def backends_of(self, owner: str) -> dict[str, str]:
         """Returns the backends of an owner's sandboxes by their ids."""
@@ -263,9 +291,26 @@ class Node:
 
     def load(self) -> dict[str, Any]:
         """Returns what the node admits, has given away in all and to each owner, and is starting."""
-        starting = self._births.starting.values()
-        held = [(box.owner, box.spec) for box in self.living.values()]
-        return load_of(self.limits, held, starting, draining=self.stop.is_set())
+        load = load_of(
+            self.limits,
+            [(box.owner, box.spec) for box in self.living.values()],
+            [spec for _, spec in self.births.starting.values()],
+            warm=[box.spec for box in self.warm.boxes()],
+            hints=self.warm.hints(),
+            draining=self.stop.is_set(),
+        )
+        load |= {"warm": self.warm.counts(), "pools": self.warm.about(), "reaper": self._reaper.about()}
+        return {**load, "denials": denied(box.started.gate for box in self.living.values())}
+
+    def specs(self) -> list[SandboxSpec]:
+        """Returns what is held of the node's room: by owners, and by the warm pools."""
+        return [box.spec for box in (*self.living.values(), *self.warm.boxes())]
+
+    def held(self) -> Iterator[tuple[str, SandboxSpec]]:
+        """Yields what counts in the quotas of owners: held, being started, kept warm for them."""
+        yield from ((box.owner, box.spec) for box in (*self.living.values(), *self.warm.boxes()) if box.owner)
+        yield from ((owner, spec) for owner, spec in self.births.starting.values() if owner)
+        yield from self.warm.hints()
 
 
 @contextlib.contextmanager
@@ -288,20 +333,31 @@ def _detach(ready: int) -> None:
     os.set_inheritable(ready, False)
 
 
+async def _serve(
+    state_dir: Path, limits: NodeLimits, reap_s: float, warm: Sequence[Warm], ready: int | None
+) -> None:
+    await Node(state_dir, limits, reap_s=reap_s, warm=warm).serve(ready)
+
+
 def main() -> None:
     """Runs a node until nobody needs it; with `--detach` says `ready` on stdout and goes on by itself."""
     parser = argparse.ArgumentParser(prog="python -m sandbox.node", description=__doc__)
     parser.add_argument("state_dir", type=Path)
     parser.add_argument("--max-sandboxes", type=int, default=NodeLimits().sandboxes)
+    parser.add_argument("--reap-s", type=float, default=PERIOD_S)
+    parser.add_argument("--warm", action="append", metavar="FILE[=COUNT]")
     parser.add_argument("--detach", action="store_true")
     arguments = parser.parse_args()
     os.umask(0o077)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
+    words = arguments.warm or [word for word in os.environ.get(WARM, "").split(":") if word]
+    warm = [read_warm(word) for word in words]
+    limits = NodeLimits(sandboxes=arguments.max_sandboxes)
     ready = os.dup(1) if arguments.detach else None
     if ready is not None:
         _detach(ready)
     with held(arguments.state_dir):
-        asyncio.run(Node(arguments.state_dir, NodeLimits(sandboxes=arguments.max_sandboxes)).serve(ready))
+        asyncio.run(_serve(arguments.state_dir, limits, arguments.reap_s, warm, ready))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,21 @@ from sandbox.backends.registry import backends
 from sandbox.channel import Header
 from sandbox.connection import Connection, reach
 from sandbox.errors import BackendMissingError, LostError, PolicyError, RefusedError, SandboxError
+from sandbox.groups import group_reply
 from sandbox.limiter import StartRate, start_rate
 from sandbox.load import room_of
 from sandbox.placement import Room
 from sandbox.session import spec_from
+from sandbox.shapes import MAX_LEASE_S, check_time
+from sandbox.warm_spec import Warm, pool_id
 from sandbox.web import node_of
 from sandbox.wire import Sink
 
 ABSENT_S = 35.0
 """Three of a client's signs of life and a bit."""
+
+MAX_OWNERS = 512
+"""Of one project at a time."""
 
 _TEND_S, _PROBE_S = 2.0, 60.0
 _DRAINING = "draining"
@@ -39,11 +45,12 @@ OPERATIONS = frozenset(
     {
         "load", "present", "drain", "owners", "release", "find", "create", "attach", "run", "close", "boxes",
         "pause", "resume", "extend", "snapshot", "snapshots", "fork", "forget", "describe",
+        "claim", "warm", "top", "denials",
     }
 )  # fmt: skip
 """What a front may ask for."""
 
-_STARTS = frozenset({"create", "fork"})
+_STARTS = frozenset({"create", "fork", "claim"})
 _LOG = logging.getLogger("sandbox.node_server")
 _Reply = tuple[Header, bytes]
 
@@ -77,13 +84,16 @@ class NodeServer:
         labels: Mapping[str, str],
         starts_per_s: float = 0.0,
         absent_s: float = ABSENT_S,
+        most_owners: int = MAX_OWNERS,
+        warm: Sequence[Warm] = (),
     ):
         if not name or any(character in name for character in "./: \n") or len(name) > 63:
             raise PolicyError(
                 f"a node's name has at most 63 characters and no dot, slash or colon: not {name!r}"
             )
         self.name, self._state_dir, self._labels = name, state_dir.expanduser().absolute(), dict(labels)
-        self._starts_per_s, self._absent_s = starts_per_s, absent_s
+        self._starts_per_s, self._absent_s, self._most_owners = starts_per_s, absent_s, most_owners
+        self._warm, self._pools = tuple(warm), bool(warm)
         self._control: Connection | None = None
         self._reaching = asyncio.Lock()
         self._owners: dict[str, _Owner] = {}
@@ -95,7 +105,7 @@ class NodeServer:
         self._last: dict[str, float] = {}
         self._operations: dict[str, Callable[[Header], Awaitable[_Reply]]] = {
             "load": self._load, "present": self._present, "drain": self._drain, "owners": self._ask_control,
-            "release": self._release, "find": self._find,
+            "release": self._release, "find": self._find, "top": self._top,
         }  # fmt: skip
 
     @property
@@ -177,14 +187,24 @@ class NodeServer:
         backend = header.get("backend") or await self._backend_of(self._local(header["box"]), owner)
         if backend not in self._offers:
             raise BackendMissingError(f"node {self.name} has no backend {backend!r}")
-        rate = self._rates.setdefault(backend, start_rate(backend, self._starts_per_s))
-        rate.take(time.monotonic(), int(header.get("count", 1)))
+        if not await self._waits(header, backend):
+            rate = self._rates.setdefault(backend, start_rate(backend, self._starts_per_s))
+            rate.take(time.monotonic(), int(header.get("count", 1)))
         flight = self._flight(header)
         self._flights |= {flight} if flight else set()
         try:
             yield
         finally:
             self._flights -= {flight} if flight else set()
+
+    async def _waits(self, header: Header, backend: str) -> bool:
+        """Whether what is asked for waits in a warm pool, so that nothing needs to be started."""
+        if header["op"] == "claim" and header.get("fallback") == "refuse":
+            return True
+        if not self._pools or header.get("snapshot") or "spec" not in header:
+            return False
+        load, _ = await self._ask_control({"op": "load"})
+        return load["warm"].get(pool_id(backend, spec_from(header["spec"])), 0) >= header.get("count", 1)
 
     async def _backend_of(self, box: str, owner: _Owner) -> str:
         known: dict[str, str] = (await owner.connection.request({"op": "boxes"}))[0]["backends"]
@@ -193,18 +213,21 @@ class NodeServer:
         )  # that of one that is gone is known to its journal only
 
     def _flight(self, header: Header) -> _Flight | None:
-        if (mark := header.get("flight")) is None or header["op"] != "create":
+        if (mark := header.get("flight")) is None or header["op"] not in ("create", "claim"):
             return None
-        return _Flight(
-            mark["front"], mark["number"], header["client"]["owner"], room_of(spec_from(header["spec"]))
-        )
+        room = Room().plus(room_of(spec_from(header["spec"])), int(header.get("count", 1)))
+        return _Flight(mark["front"], mark["number"], header["client"]["owner"], room)
 
     async def _owner(self, header: Header) -> _Owner:
-        name, lease_s = str(header["client"]["owner"]), float(header["client"]["lease_s"])
+        name, lease_s = (
+            str(header["client"]["owner"]),
+            check_time(header["client"]["lease_s"], "lease_s", 0.0, MAX_LEASE_S),
+        )
         async with self._locks.setdefault(name, asyncio.Lock()):
             if (known := self._owners.get(name)) is not None and known.connection.lost:
                 await self._leave(name)
             if (owner := self._owners.get(name)) is None:
+                self._admit_owner(name.partition(":")[0])
                 connection = await reach(self._state_dir)
                 try:
                     await connection.request(
@@ -216,6 +239,15 @@ class NodeServer:
                 owner = self._owners[name] = _Owner(connection)
             owner.seen = time.monotonic()
             return owner
+
+    def _admit_owner(self, project: str) -> None:
+        """Returns when a project may have one more owner here: each holds a connection to the node."""
+        if sum(name.partition(":")[0] == project for name in self._owners) >= self._most_owners:
+            raise RefusedError(
+                f"{self._most_owners} owners of project {project} are on node {self.name} already: "
+                "share one, or wait until some have gone",
+                "busy",
+            )
 
     async def _leave(self, name: str) -> None:
         if (owner := self._owners.pop(name, None)) is not None:
@@ -245,16 +277,35 @@ class NodeServer:
                 await self._control.close()
                 self._control = None
             if self._control is None:
-                self._control = await reach(self._state_dir)
+                control = await reach(self._state_dir)
+                try:
+                    await self._prepare(control)
+                except BaseException:
+                    await control.close()
+                    raise
+                self._control = control
             return self._control
+
+    async def _prepare(self, node: Connection) -> None:
+        """Tells a node that may just have been started what it keeps warm, unless it drains."""
+        if self.draining:
+            await node.request({"op": "hold_back", "on": True})
+        names: list[str] = []
+        for one in self._warm:
+            want = {"op": "warm", "spec": asdict(one.spec), "backend": one.backend, "count": one.count}
+            names.append((await node.request(want))[0]["pool"])
+        await node.request({"op": "keep_warm", "pools": names})
 
     async def _load(self, header: Header) -> _Reply:
         load, _ = await self._ask_control({"op": "load"})
-        used = Room(*load["used"])
+        used, self._pools = Room(*load["used"]), bool(load["pools"])
         self._last = {
             "sandboxes": used.sandboxes,
             "memory_bytes": used.memory_bytes,
             "starting": load["starting"],
+            **{f"denied_{reason}": count for reason, count in load["denials"].items()},
+            "warm": sum(load["warm"].values()),
+            "reaped": load["reaper"]["removed"],
         }
         owners = {name: Room(*amounts) for name, amounts in load["owners"].items()}
         for flight in self._flights:
@@ -276,12 +327,17 @@ class NodeServer:
             mark.touch()
         else:
             mark.unlink(missing_ok=True)
+        await self._ask_control({"op": "hold_back", "on": self.draining})
         return {"draining": self.draining}, b""
 
     async def _release(self, header: Header) -> _Reply:
         reply = await self._ask_control(header)
         await self._leave(str(header["owner"]))
         return reply
+
+    async def _top(self, header: Header) -> _Reply:
+        rows = (await self._ask_control({"op": "top"}))[0]["rows"]
+        return {"rows": [{**row, "id": f"{self.name}.{row['id']}"} for row in rows]}, b""
 
     async def _find(self, header: Header) -> _Reply:
         owner = await self._owner(header)
@@ -301,4 +357,4 @@ class NodeServer:
                 named[one] = f"{self.name}.{reply[one]}"
             if many in reply:
                 named[many] = [f"{self.name}.{name}" for name in reply[many]]
-        return {**reply, **named}
+        return group_reply({**reply, **named}, lambda name: f"{self.name}.{name}")

@@ -27,12 +27,22 @@ class Past:
     commands: int = 0
     unknown: Unknown = "fail"
     ask: Ask | None = None
+    ttl_s: float = 0.0
+    lease_s: float = 0.0
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+
+    @classmethod
+    def known(cls, about: Header) -> Past:
+        """Returns the past of a sandbox for a caller that goes on where it is."""
+        return cls(
+            about.get("generation", 1), ttl_s=about.get("ttl_s", 0.0), lease_s=about.get("lease_s", 0.0)
+        )
 
     @classmethod
     def of(cls, about: Header, unknown: Unknown, ask: Ask | None) -> Past:
         """Returns the past of a sandbox by what its node says of it."""
-        return cls(about["generation"], about["recorded"], about["commands"], unknown, ask)
+        leased = {name: about.get(name, 0.0) for name in ("ttl_s", "lease_s")}
+        return cls(about["generation"], about["recorded"], about["commands"], unknown, ask, **leased)
 
     def claim(self, idempotent: bool) -> Claim:
         """Returns what to say of the next command: its number while the journal has it."""

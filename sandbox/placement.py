@@ -76,6 +76,7 @@ class NodeView:
         backends: By name, the capabilities that each holds there.
         labels: The operator's, `unit` among them.
         draining: Whether it takes no more.
+        warm: Sandboxes that wait there to be claimed, by pool; counted in `used`.
     """
 
     name: str
@@ -88,6 +89,7 @@ class NodeView:
     backends: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     draining: bool = False
+    warm: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +273,14 @@ class Placer:
     def paid(self, payer: str) -> Room:
         """Returns what is counted on top of all views for somebody's account."""
         return self._paid.get(payer, NOTHING)
+
+    def paid_at(self, name: str, payer: str) -> Room:
+        """Returns what of that is on one node."""
+        total = NOTHING
+        for number in self._nodes[name].flights if name in self._nodes else ():
+            flight = self._flights[number]
+            total = total.plus(flight.room) if flight.payer == payer and not flight.seen else total
+        return total
 
     @property
     def payers(self) -> set[str]:

@@ -11,11 +11,14 @@ from types import TracebackType
 from typing import Self
 
 from sandbox.archives import read_archive
+from sandbox.calls import Call
+from sandbox.calls import run as run_call
 from sandbox.channel import MAX_BODY, Header
 from sandbox.connection import Link
 from sandbox.errors import DiskFullError, FileError, LostError, PolicyError, UnknownOutcomeError
 from sandbox.outcome import Outcome
 from sandbox.past import Past
+from sandbox.policy import Denial
 from sandbox.process import Process
 from sandbox.recovery import Claim
 from sandbox.shell import Shell
@@ -30,12 +33,17 @@ Sink = Callable[[int, bytes], None]
 
 
 class RemoteBox:
-    """A sandbox on a node; fulfils `sandbox.base.Sandbox`."""
+    """A sandbox on a node; fulfils `sandbox.base.Sandbox`.
+
+    `ttl_s` is how long it may be idle and `lease_s` how long it outlives its owner's last client, as the node
+    said with its last reply (0: nothing yet).
+    """
 
     def __init__(self, connection: Link, box_id: str, past: Past | None = None):
         self._connection, self.id = connection, box_id
         self._past = past or Past()
         self.generation, self.replayed = self._past.generation, self._past.commands
+        self.ttl_s, self.lease_s = self._past.ttl_s, self._past.lease_s
 
     async def exec(
         self,
@@ -90,6 +98,14 @@ class RemoteBox:
         code = source.encode(errors="surrogatepass")
         header: Header = {"op": "python", "source_bytes": len(code), "cwd": "/workspace"}
         return (await self.run(header, code + stdin, timeout_s, output_limit)).result
+
+    async def call(self, call: Call) -> ExecResult:
+        """Runs a call that brings all it needs, in a sandbox without state (backend `function`).
+
+        Raises:
+            PolicyError: The sandbox keeps a state, and the call brings files.
+        """
+        return await run_call(self, call)
 
     def shell(
         self, *, cwd: str = "/workspace", env: Mapping[str, str] | None = None, program: str = "bash"
@@ -206,16 +222,43 @@ class RemoteBox:
         Raises:
             PolicyError: The backend cannot (capability `pause`).
         """
-        await self._connection.request({"op": "pause", "box": self.id})
+        await self._ask({"op": "pause", "box": self.id})
 
     async def resume(self) -> None:
         """Lets a paused sandbox go on."""
-        await self._connection.request({"op": "resume", "box": self.id})
+        await self._ask({"op": "resume", "box": self.id})
+
+    async def halt(self) -> None:
+        """Ends all processes that commands started, also those that left their session; the sandbox stays.
+
+        Raises:
+            ProtocolError: Some do not end; the sandbox was ended.
+        """
+        await self.run({"op": "halt"}, b"", _FILE_TIMEOUT_S, 1024, True)
 
     async def extend(self, ttl_s: float) -> None:
         """Sets how many seconds the sandbox may be idle from now on before it is ended."""
         _check("ttl_s", ttl_s, 30 * 86400)
-        await self._connection.request({"op": "extend", "box": self.id, "ttl_s": ttl_s})
+        await self._ask({"op": "extend", "box": self.id, "ttl_s": ttl_s})
+
+    async def phase(self, name: str) -> None:
+        """Goes on to another phase of its network; connections that this does not allow are cut.
+
+        It is a command of the sequence: a caller who starts over gives it again in its place.
+
+        Raises:
+            PolicyError: The sandbox has no network, or no phase of that name.
+        """
+        await self.run({"op": "phase", "phase": name}, b"", _FILE_TIMEOUT_S, 1024, True)
+
+    async def denials(self) -> list[Denial]:
+        """Returns what did not pass the sandbox's network, the latest last; alike ones are counted.
+
+        Raises:
+            PolicyError: The sandbox has no network.
+        """
+        reply, _ = await self._connection.request({"op": "denials", "box": self.id})
+        return [Denial.of(denial) for denial in reply["denials"]]
 
     async def snapshot(self) -> str:
         """Keeps the files of the sandbox; returns the name from which `Fleet.create` starts others.
@@ -235,7 +278,8 @@ class RemoteBox:
         """
         _check("count", count, 256)
         reply, _ = await self._connection.request({"op": "fork", "box": self.id, "count": count})
-        return [RemoteBox(self._connection, name) for name in reply["boxes"]]
+        about = reply.get("about") or [{"box": name} for name in reply["boxes"]]
+        return [RemoteBox(self._connection, one["box"], Past.known(one)) for one in about]
 
     async def close(self) -> None:
         """Deletes the sandbox, everything in it, and its journal."""
@@ -285,11 +329,18 @@ class RemoteBox:
             if claim is not None and claim != Claim():
                 request["claim"] = asdict(claim)
             try:
-                return Outcome.of(*await self._connection.request(request, body, sink))
+                return Outcome.of(*await self._ask(request, body, sink))
             except UnknownOutcomeError as error:
                 if claim is None:
                     raise
                 claim = replace(claim, unknown=await self._past.decide(claim, error))
+
+    async def _ask(
+        self, request: Header, body: bytes = b"", sink: Sink | None = None
+    ) -> tuple[Header, bytes]:
+        reply, data = await self._connection.request(request, body, sink)
+        self.ttl_s, self.lease_s = reply.get("ttl_s", self.ttl_s), reply.get("lease_s", self.lease_s)
+        return reply, data
 
     async def __aenter__(self) -> Self:
         return self

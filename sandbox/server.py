@@ -33,12 +33,15 @@ from sandbox.errors import (
     SandboxError,
     StartTimeoutError,
 )
-from sandbox.load import room_of
+from sandbox.groups import Groups
+from sandbox.node_list import changed, read_nodes
 from sandbox.placement import Demand, NodeView, Placer, Room
 from sandbox.quotas import Ledger
+from sandbox.requests import demand_of, operate, owner_of, signed
 from sandbox.session import spec_from
 from sandbox.tokens import Access, Principal
-from sandbox.types import Capabilities, SandboxSpec
+from sandbox.types import Capabilities
+from sandbox.warm_spec import size
 from sandbox.web import Caller, node_of
 from sandbox.wire import Sink
 
@@ -47,7 +50,6 @@ TRIES = 4
 
 HEARTBEAT_S = 1.0
 _PATIENCE_S, _GIVE_UP_S = 5.0, 60.0
-_LABEL = "node."
 _ELSEWHERE = (RefusedError, LostError, StartTimeoutError, InfrastructureError, BackendMissingError)
 """What one node says and another may not."""
 
@@ -77,16 +79,17 @@ class Front:
         self._nodes: dict[str, _Node] = {}
         self._session: aiohttp.ClientSession | None = None
         self.placer = Placer(random.randrange(1 << 32) if seed is None else seed, choices)
-        self._ledger = Ledger(access.quotas)
+        self._ledger, self._groups = Ledger(access.quotas), Groups(self.placer, TRIES, _ELSEWHERE)
         self.refusals: dict[str, int] = {}
         self.repicks = 0
-        box = ("run", "attach", "close", "pause", "resume", "extend", "snapshot")
+        box = ("run", "attach", "close", "pause", "resume", "extend", "snapshot", "denials")
         self._operations: dict[str, Callable[..., Awaitable[_Reply]]] = {
             **dict.fromkeys(box, self._forward), "fork": self._fork, "forget": self._forward,
             "create": self._create, "hello": self._hello, "boxes": self._gather, "snapshots": self._gather,
             "describe": self._describe,
             "release": self._release, "present": self._present, "owners": self._owners, "ping": self._ping,
-            "stats": self._stats, "drain": self._drain,
+            "stats": self._stats, "drain": self._drain, "claim": self._claim, "warm": self._warm,
+            "top": self._top,
         }  # fmt: skip
 
     @property
@@ -146,8 +149,8 @@ class Front:
     # --- nodes
 
     def _read_list(self) -> None:
-        changed = _changed(self._list)
-        if changed == self._listed:
+        now = changed(self._list)
+        if now == self._listed:
             return
         listed = read_nodes(self._list)
         for name in {*self._nodes} - {*listed}:
@@ -158,7 +161,7 @@ class Front:
         for name, url in listed.items():
             if name not in self._nodes or self._nodes[name].caller.url != url:
                 self._nodes[name] = _Node(name, Caller(url, self._token, self._session), time.monotonic())
-        self._listed = changed
+        self._listed = now
 
     async def _ask(self, node: _Node) -> None:
         taken = time.monotonic()
@@ -187,6 +190,7 @@ class Front:
             NodeView(
                 load["name"], taken, Room(*load["capacity"]), Room(*load["used"]), load["starting"],
                 load["starting_limit"], frozenset(load["flights"]), capable, load["labels"], load["draining"],
+                load.get("warm", {}),
             )
         )  # fmt: skip
         held: dict[str, Room] = {}
@@ -210,7 +214,7 @@ class Front:
 
     async def _forward(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
         node = self._node(node_of(str(header.get("box") or header["snapshot"])))
-        return await node.caller.request(_signed(who, header), body, sink)
+        return await node.caller.request(signed(who, header), body, sink)
 
     async def _fork(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
         name, count = node_of(str(header["box"])), int(header["count"])
@@ -225,7 +229,7 @@ class Front:
         spec = spec_from(header["spec"])
         if spec.backend:
             header = {**header, "backend": self._resolve(spec.backend)}
-        demand = _demand(spec, str(header["backend"]))
+        demand = demand_of(spec, str(header["backend"]))
         await self._charge(who, demand.room)
         if snapshot := header.get("snapshot"):
             node = self._node(node_of(str(snapshot)))
@@ -237,9 +241,13 @@ class Front:
     async def _pick(self, who: Principal, demand: Demand, header: Header, body: bytes, sink: Sink) -> _Reply:
         tried: list[str] = []
         refusal: SandboxError | None = None
-        down = {name for name, node in self._nodes.items() if node.down}
+        down = self._down()
+        ready = {name for name, number in self._groups.ready(demand, header, down).items() if number}
         while len(tried) < TRIES:
-            name = self.placer.pick(demand, time.monotonic(), down | {*tried})
+            cold = {*self._nodes} - ready if ready - {*tried} else set[str]()
+            name = self.placer.pick(demand, time.monotonic(), down | cold | {*tried})
+            if name is None and cold:
+                name = self.placer.pick(demand, time.monotonic(), down | {*tried})
             if name is None:
                 break
             tried.append(name)
@@ -253,14 +261,9 @@ class Front:
     async def _create_once(
         self, who: Principal, demand: Demand, header: Header, body: bytes, sink: Sink
     ) -> _Reply:
-        names = self.placer.homes(f"{who.project}:{header['client']['owner']}:{header['key']}", demand, TRIES)
-        find = {"op": "find", "key": header["key"], "client": header["client"]}
-        found = await asyncio.gather(
-            *(self._node(name).caller.request(_signed(who, find)) for name in names), return_exceptions=True
-        )
-        for name, got in zip(names, found, strict=True):
-            if isinstance(got, tuple) and got[0]["box"]:
-                return await self._node(name).caller.request(_signed(who, header), body, sink)
+        names = self._homes(who, demand, header)
+        if (name := await self._found(who, header, header["key"], names)) is not None:
+            return await self._node(name).caller.request(signed(who, header), body, sink)
         refusal: SandboxError | None = None
         for name in names:
             try:
@@ -270,15 +273,74 @@ class Front:
                 self._count(error)
         raise refusal or self._nobody(demand)
 
+    def _homes(self, who: Principal, demand: Demand, header: Header) -> list[str]:
+        key = f"{who.project}:{header['client']['owner']}:{header['key']}"
+        return self.placer.homes(key, demand, TRIES)
+
+    async def _found(self, who: Principal, header: Header, key: str, names: list[str]) -> str | None:
+        """Returns the node that has what was made under a key."""
+        find = {"op": "find", "key": key, "client": header["client"]}
+        found = await asyncio.gather(
+            *(self._node(name).caller.request(signed(who, find)) for name in names), return_exceptions=True
+        )
+        there = (
+            name for name, got in zip(names, found, strict=True) if isinstance(got, tuple) and got[0]["box"]
+        )
+        return next(there, None)
+
+    async def _claim(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
+        demand = demand_of(spec_from(header["spec"]), str(header["backend"]))
+        room = Room().plus(demand.room, size(header["count"], "claim"))
+        names = None
+        if header.get("key"):
+            names = self._homes(who, demand, header)
+            if (there := await self._found(who, header, f"{header['key']}/0", names)) is not None:
+                return await self._node(there).caller.request(signed(who, header), body, sink)
+        await self._charge(who, room)
+
+        async def send(name: str, claim: Header) -> _Reply:
+            try:
+                return await self._send(name, room, who, claim, body, sink)
+            except _ELSEWHERE as error:
+                self._count(error)
+                raise
+
+        return await self._groups.claim(demand, header, self._down(), names, send)
+
+    async def _warm(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
+        demand = demand_of(spec_from(header["spec"]), str(header["backend"]))
+        owner = f"{who.project}:{owner_of(header)}"
+        name = self._groups.home(demand, header, owner, self._down())
+        return await self._node(name).caller.request(self._shared(name, who, header), body, sink)
+
+    async def _top(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
+        replies = await self._everywhere(self._nodes, {"op": "top"})
+        rows = [row for _, reply in sorted(replies.items()) for row in reply["rows"]]
+        seen = [row for row in rows if who.operator or who.oversees(row["owner"].partition(":")[0])]
+        return {"rows": seen}, b""
+
+    def _down(self) -> set[str]:
+        return {name for name, node in self._nodes.items() if node.down}
+
+    def _shared(self, name: str, who: Principal, header: Header) -> Header:
+        """Returns a call for a node with what it needs to have the last word on the project's quotas."""
+
+        def ahead(payer: str) -> Room:
+            return self.placer.paid(payer).plus(self.placer.paid_at(name, payer), -1)
+
+        shares = self._ledger.shares(who.project, name, ahead, self.placer.payers)
+        return {**signed(who, header), "shares": shares}
+
     async def _send(
         self, name: str, room: Room, who: Principal, header: Header, body: bytes, sink: Sink
     ) -> _Reply:
         node, admitted = self._node(name), False
         known = name in self.placer.nodes
+        call = self._shared(name, who, header)
         number = self.placer.begin(name, room, who.project) if known else 0
         mark = {"flight": {"front": self._id, "number": number}}
         try:
-            reply = await node.caller.request({**_signed(who, header), **mark}, body, sink)
+            reply = await node.caller.request({**call, **mark}, body, sink)
             admitted = True
             return reply
         except LostError:
@@ -323,7 +385,7 @@ class Front:
         return RefusedError("no node of the kind that is asked for has room", "sandboxes")
 
     async def _hello(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
-        _owner(header)
+        owner_of(header)
         views = self.placer.nodes.values()
         backend = self._resolve(str(header["backend"]))
         sure = frozenset[str].intersection(
@@ -336,7 +398,7 @@ class Front:
     async def _describe(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
         if header.get("box"):
             return await self._forward(who, header, body, sink)
-        replies = await self._heard(self._nodes, _signed(who, header))
+        replies = await self._heard(self._nodes, signed(who, header))
         described = [entry for _, (_, data) in sorted(replies.items()) for entry in json.loads(data)]
         return {}, json.dumps(described).encode()
 
@@ -355,7 +417,7 @@ class Front:
 
     async def _gather(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
         what = header["op"]
-        replies = await self._everywhere(self._nodes, _signed(who, header))
+        replies = await self._everywhere(self._nodes, signed(who, header))
         names = [name for _, reply in sorted(replies.items()) for name in reply[what]]
         return {what: names}, b""
 
@@ -370,7 +432,7 @@ class Front:
         return {"sandboxes": sum(reply["sandboxes"] for reply in replies.values())}, b""
 
     async def _present(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
-        await self._everywhere(map(str, header["nodes"]), _signed(who, header))
+        await self._everywhere(map(str, header["nodes"]), signed(who, header))
         return {}, b""
 
     async def _owners(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
@@ -390,7 +452,7 @@ class Front:
         return {}, b""
 
     async def _stats(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
-        _operate(who)
+        operate(who)
         nodes = {name: self._about(view) for name, view in sorted(self.placer.nodes.items())}
         unheard = sorted({*self._nodes} - {*nodes})
         return {"nodes": nodes, "unheard": unheard, "refusals": self.refusals, "repicks": self.repicks}, b""
@@ -399,11 +461,11 @@ class Front:
         return {
             "used": view.used, "capacity": view.capacity, "starting": view.starting,
             "labels": dict(view.labels), "backends": sorted(view.backends), "draining": view.draining,
-            "down": self._nodes[view.name].down,
+            "down": self._nodes[view.name].down, "warm": sum(view.warm.values()),
         }  # fmt: skip
 
     async def _drain(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
-        _operate(who)
+        operate(who)
         node = self._node(str(header["node"]))
         reply = await node.caller.request({"op": "drain", "on": bool(header.get("on", True))})
         await self._ask(node)
@@ -427,55 +489,3 @@ class Front:
             else:
                 heard[node.name] = reply
         return heard
-
-
-def read_nodes(path: Path) -> dict[str, str]:
-    """Returns the addresses of the nodes by name, from lines `name url`; `#` begins a comment.
-
-    Raises:
-        PolicyError: It cannot be read, or says something else.
-    """
-    found: dict[str, str] = {}
-    try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise PolicyError(f"the list of nodes {path} cannot be read: {error.strerror}") from error
-    for number, line in enumerate(lines, 1):
-        words = line.partition("#")[0].split()
-        if words and (len(words) != 2 or words[0] in found or "." in words[0]):
-            raise PolicyError(f"{path}, line {number}: a line is `name http(s)://host:port`, each name once")
-        found |= {words[0]: words[1].rstrip("/")} if words else {}
-    return found
-
-
-def _changed(path: Path) -> int:
-    try:
-        return path.stat().st_mtime_ns
-    except OSError as error:
-        raise PolicyError(f"the list of nodes {path} cannot be read: {error.strerror}") from error
-
-
-def _owner(header: Header) -> str:
-    owner = str(header["client"]["owner"])
-    if not owner or ":" in owner or len(owner) > 200:
-        raise PolicyError(f"an owner's name has 1 to 200 characters and no colon: not {owner!r}")
-    return owner
-
-
-def _signed(who: Principal, header: Header) -> Header:
-    """Returns a call for a node: on behalf of the owner within the caller's project, and no other."""
-    client = {"owner": f"{who.project}:{_owner(header)}", "lease_s": float(header["client"]["lease_s"])}
-    return {**{name: value for name, value in header.items() if name != "flight"}, "client": client}
-
-
-def _operate(who: Principal) -> None:
-    if not who.operator:
-        raise PolicyError(f"{who.name} does not operate this fleet")
-
-
-def _demand(spec: SandboxSpec, backend: str) -> Demand:
-    labels = {
-        name.removeprefix(_LABEL): value for name, value in spec.labels.items() if name.startswith(_LABEL)
-    }
-    needs = frozenset({"images"}) if spec.image else frozenset[str]()
-    return Demand(room_of(spec), backend, needs, labels)

@@ -1,4 +1,4 @@
-"""What front and node agent have in common as HTTP servers: tokens, versions, metrics, audit, and where they listen."""
+"""What front and node agent have in common as HTTP servers: tokens, versions, metrics, audit, addresses."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 from aiohttp import web
 
-from sandbox.audit import Audit, asked, outcome
+from sandbox.audit import Audit, asked, outcome, owner_of
 from sandbox.channel import Header
 from sandbox.errors import PolicyError, ProtocolError, SandboxError
 from sandbox.metrics import Metrics
@@ -24,7 +23,6 @@ from sandbox.versions import API
 from sandbox.wire import MAX_REQUEST, VERSION, Sink, answer, read_call, refusal, version_of
 
 Act = Callable[[Principal, Header, bytes, Sink], Awaitable[tuple[Header, bytes]]]
-_PRINCIPAL = "principal"
 _QUIET = frozenset({"load", "present", "ping"})
 """Calls that programs make every few seconds; the audit log has them when they fail."""
 
@@ -97,17 +95,21 @@ class Shell:
         principal = self._access.principal(request.headers.get("Authorization", ""))
         if principal is None:
             self._denied.add()
-            self._audit.write(event="denied", peer=request.remote, path=request.path)
+            self._audit.write(event="denied", peer=request.remote, path=request.path[:200])
             denied = refusal(
                 PolicyError("this needs a token that is known here: Authorization: Bearer ..."), 401
             )
             denied.force_close()
             return denied
-        request[_PRINCIPAL] = principal
         try:
             return await handler(request)
         except SandboxError as error:
             return refusal(error)
+
+    def _who(self, request: web.Request) -> Principal:
+        principal = self._access.principal(request.headers.get("Authorization", ""))
+        assert principal is not None  # the guard has let it through
+        return principal
 
     async def _call(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -119,7 +121,7 @@ class Shell:
                 header, body = await read_call(request)
         except TimeoutError as error:
             raise ProtocolError(f"the call did not arrive within {_BODY_S:.0f} s") from error
-        return await answer(request, header, body, self.watched(_who(request)))
+        return await answer(request, header, body, self.watched(self._who(request)))
 
     def watched(self, principal: Principal) -> Callable[..., Awaitable[tuple[Header, bytes]]]:
         """Returns what performs the calls of a principal, counted and written into the audit log."""
@@ -144,8 +146,8 @@ class Shell:
             raise PolicyError(f"there is no operation {str(header['op'])[:40]!r} here")
         try:
             return await self._act(principal, header, body, sink)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            _LOG.exception("the call %s failed", header["op"])
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            _LOG.warning("the call %s has a wrong shape", header["op"], exc_info=error)
             raise PolicyError(f"the call has a wrong shape: {type(error).__name__}: {error}") from error
 
     def _account(
@@ -166,8 +168,7 @@ class Shell:
         self._bytes.add("out", by=len(data))
         if operation in _QUIET and failure is None:
             return
-        owner = header.get("client", {}).get("owner", header.get("owner", ""))
-        who = {"principal": principal.name, "project": principal.project, "owner": owner}
+        who = {"principal": principal.name, "project": principal.project, "owner": owner_of(header)}
         made = {name: reply[name] for name in ("box", "snapshot") if name in reply}
         self._audit.write(
             event="call", op=operation, **who, **{**asked(header, body), **made}, **ended,
@@ -175,13 +176,9 @@ class Shell:
         )  # fmt: skip
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
-        if not _who(request).operator:
+        if not self._who(request).operator:
             raise PolicyError("metrics are for operators")
         return web.Response(text=self.metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4"})
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
         return web.Response(text=json.dumps({"api": API}), headers={VERSION: str(API)})
-
-
-def _who(request: web.Request) -> Principal:
-    return cast("Principal", request[_PRINCIPAL])

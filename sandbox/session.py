@@ -13,9 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from sandbox.about import describe
 from sandbox.channel import ByteReader, Header, encode, read_frame
-from sandbox.errors import InfrastructureError, ProtocolError, SandboxError, to_wire
+from sandbox.errors import InfrastructureError, PolicyError, ProtocolError, SandboxError, to_wire
+from sandbox.policy import Network
 from sandbox.recovery import Claim
+from sandbox.shapes import MAX_LEASE_S, MAX_LIFE_S, check_spec, check_time
+from sandbox.shares import shares_from
 from sandbox.types import Limits, SandboxSpec
+from sandbox.usage import rows
 from sandbox.versions import API, UNSAID, served
 
 if TYPE_CHECKING:
@@ -24,6 +28,8 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("sandbox.node")
 _Reply = tuple[Header, bytes]
+FALLBACKS = ("create", "refuse")
+"""What becomes of a claim for which the warm pool has too few."""
 
 
 class Session:
@@ -40,7 +46,9 @@ class Session:
             "resume": self._resume, "extend": self._extend, "snapshot": self._snapshot, "fork": self._fork,
             "snapshots": self._snapshots, "forget": self._forget, "release": self._release,
             "owners": self._owners,
-            "load": self._load, "describe": self._describe,
+            "load": self._load, "claim": self._claim, "warm": self._warm, "hold_back": self._hold_back,
+            "keep_warm": self._keep_warm,
+            "top": self._top, "describe": self._describe, "denials": self._denials,
         }  # fmt: skip
 
     async def serve(self) -> None:
@@ -79,7 +87,7 @@ class Session:
             frame = encode({**reply, "id": number}, data)
         except SandboxError as error:
             frame = encode({"error": to_wire(error), "id": number})
-        except Exception as error:  # whatever a request makes fail, its sender hears of it
+        except (OSError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             _LOG.exception("request %s failed", header.get("op"))
             problem = InfrastructureError(f"the node failed: {type(error).__name__}: {error}")
             frame = encode({"error": to_wire(problem), "id": number})
@@ -100,23 +108,58 @@ class Session:
         if self._owner:
             raise ProtocolError("a client has one owner")
         served(header.get("version", UNSAID))
+        lease_s = check_time(header["lease_s"], "lease_s", 0.0, MAX_LEASE_S)
         owner = str(header["owner"])
-        self._lease = self._node.join(owner, float(header["lease_s"]))
+        self._lease = self._node.join(owner, lease_s)
         self._owner = owner
         capabilities = asdict(backend.capabilities())
-        welcome: Header = {"backend": backend.name, "pid": os.getpid(), "version": API}
-        return {**welcome, "capabilities": capabilities}, b""
+        about = {"backend": backend.name, "pid": os.getpid(), "version": API}
+        return {**about, "lease_s": self._lease.lease_s, "capabilities": capabilities}, b""
 
     async def _create(self, header: Header, body: bytes) -> _Reply:
         spec = spec_from(header["spec"])
-        backend = (await self._node.pick(spec.backend)).name if spec.backend else str(header["backend"])
-        names = {name: str(header.get(name, "")) for name in ("key", "snapshot")}
-        box = await self._node.create(self._who(), backend, spec, **names)
-        return _about(box), b""
+        key, snapshot = str(header.get("key", "")), str(header.get("snapshot", ""))
+        shares = shares_from(header.get("shares", ()))
+        box = await self._node.births.create(
+            self._who(), await self._backend(header, spec), spec, key, snapshot, shares
+        )
+        return self._about(box), b""
+
+    async def _claim(self, header: Header, body: bytes) -> _Reply:
+        fallback = header.get("fallback", "create")
+        if fallback not in FALLBACKS:
+            raise PolicyError(f"a claim falls back to {' or '.join(FALLBACKS)}, not {fallback!r}")
+        spec = spec_from(header["spec"])
+        boxes = await self._node.births.claim(
+            self._who(), await self._backend(header, spec), spec, header["count"],
+            str(header.get("key", "")), shares_from(header.get("shares", ())), fresh=fallback == "create",
+        )  # fmt: skip
+        return {"boxes": [box.id for box in boxes], "about": [self._about(box) for box in boxes]}, b""
+
+    async def _warm(self, header: Header, body: bytes) -> _Reply:
+        """Keeps sandboxes ready: for the owner, or for the operator when the client speaks for nobody."""
+        shares = shares_from(header.get("shares", ()))
+        spec, count = spec_from(header["spec"]), int(header["count"])
+        backend = await self._backend(header, spec)
+        return (await self._node.warm.want(self._owner, backend, spec, count, shares)).about(), b""
+
+    async def _backend(self, header: Header, spec: SandboxSpec) -> str:
+        return (await self._node.pick(spec.backend)).name if spec.backend else str(header["backend"])
+
+    async def _keep_warm(self, header: Header, body: bytes) -> _Reply:
+        self._node.warm.keep(header["pools"])
+        return {}, b""
+
+    async def _hold_back(self, header: Header, body: bytes) -> _Reply:
+        self._node.warm.hold_back(bool(header["on"]))
+        return {}, b""
+
+    async def _top(self, header: Header, body: bytes) -> _Reply:
+        return {"rows": await rows(self._node)}, b""
 
     async def _attach(self, header: Header, body: bytes) -> _Reply:
-        box, replayed = await self._node.attach(self._who(), header["box"], replay=header["replay"])
-        return {**_about(box), **asdict(replayed)}, b""
+        box, replayed = await self._node.births.attach(self._who(), header["box"], replay=header["replay"])
+        return {**self._about(box), **asdict(replayed)}, b""
 
     def _who(self) -> str:
         if not self._owner:
@@ -128,7 +171,7 @@ class Session:
         sink = functools.partial(self._ahead, header["id"]) if header["command"].get("stream") else None
         box = self._node.box(header["box"], self._owner)
         outcome = await box.run(header["command"], body, claim, sink)
-        return outcome.fields(), outcome.body()
+        return {**outcome.fields(), **self._leased(box)}, outcome.body()
 
     async def _ahead(self, number: int, which: int, data: bytes) -> None:
         with contextlib.suppress(ConnectionError):
@@ -136,20 +179,23 @@ class Session:
             await self._writer.drain()
 
     async def _pause(self, header: Header, body: bytes) -> _Reply:
-        await self._node.box(header["box"], self._owner).pause()
-        return {}, b""
+        box = self._node.box(header["box"], self._owner)
+        await box.pause()
+        return self._leased(box), b""
 
     async def _resume(self, header: Header, body: bytes) -> _Reply:
-        await self._node.box(header["box"], self._owner).resume()
-        return {}, b""
+        box = self._node.box(header["box"], self._owner)
+        await box.resume()
+        return self._leased(box), b""
 
     async def _extend(self, header: Header, body: bytes) -> _Reply:
         box = self._node.box(header["box"], self._owner)
         if "ttl_s" in header:
-            box.extend(float(header["ttl_s"]))
+            box.extend(check_time(header["ttl_s"], "ttl_s", 1e-9, MAX_LIFE_S))
         if "life_s" in header:
-            box.live(float(header["life_s"]), at_least=bool(header.get("at_least")))
-        return {}, b""
+            life_s = check_time(header["life_s"], "life_s", 0.0, MAX_LIFE_S)
+            box.live(life_s, at_least=bool(header.get("at_least")))
+        return self._leased(box), b""
 
     async def _describe(self, header: Header, body: bytes) -> _Reply:
         names = [header["box"]] if header.get("box") else self._node.boxes(self._who())
@@ -167,8 +213,9 @@ class Session:
         return {}, b""
 
     async def _fork(self, header: Header, body: bytes) -> _Reply:
-        made = await self._node.fork(self._owner, header["box"], int(header["count"]))
-        return {"boxes": [box.id for box in made]}, b""
+        shares = shares_from(header.get("shares", ()))
+        made = await self._node.births.fork(self._owner, header["box"], int(header["count"]), shares)
+        return {"boxes": [box.id for box in made], "about": [self._about(box) for box in made]}, b""
 
     async def _close(self, header: Header, body: bytes) -> _Reply:
         await self._node.close_box(header["box"], self._owner)
@@ -184,17 +231,26 @@ class Session:
     async def _owners(self, header: Header, body: bytes) -> _Reply:
         return {"owners": self._node.owners()}, b""
 
+    async def _denials(self, header: Header, body: bytes) -> _Reply:
+        denials = self._node.box(header["box"], self._owner).denials()
+        return {"denials": [asdict(denial) for denial in denials]}, b""
+
     async def _load(self, header: Header, body: bytes) -> _Reply:
         return self._node.load(), b""
 
+    def _about(self, box: Box) -> Header:
+        journal = box.recorder.journal if box.recorder else None
+        known = {"generation": journal.generation, "recorded": journal.last} if journal else {}
+        return {"box": box.id, "generation": 1, "recorded": 0, **known, **self._leased(box)}
 
-def _about(box: Box) -> Header:
-    journal = box.recorder.journal if box.recorder else None
-    known = {"generation": journal.generation, "recorded": journal.last} if journal else {}
-    return {"box": box.id, "generation": 1, "recorded": 0, **known}
+    def _leased(self, box: Box) -> Header:
+        """Returns how long the sandbox may be idle, and how long it outlives its owner's last client."""
+        return {"ttl_s": box.ttl_s, "lease_s": self._lease.lease_s if self._lease else 0.0}
 
 
 def spec_from(data: Mapping[str, Any]) -> SandboxSpec:
     """Returns the specification that a client sent as JSON values."""
     fields: dict[str, Any] = {**data, "limits": Limits(**data["limits"])}
-    return SandboxSpec(**fields)
+    if "network" in data:
+        fields["network"] = Network.of(data["network"])
+    return check_spec(SandboxSpec(**fields))

@@ -206,10 +206,12 @@ async def load(box: Box, path: Path) -> None:
     """Makes the files of a snapshot in a fresh sandbox.
 
     Raises:
+        PolicyError: The backend has no snapshots.
         UnsafeTreeError: It is not what a snapshot has.
         DiskFullError: They do not fit.
         FileError: They cannot be made.
     """
+    box.check_snapshots()
     whole = box.started.writable is not None
     for name in json.loads(_gone(path).read_text()) if _gone(path).exists() else ():
         await _do(box, {"op": "remove", "path": f"/{name}"}, b"", unless=b"FileNotFoundError")

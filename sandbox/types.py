@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Literal, get_args
 
 from sandbox.errors import PolicyError, raise_for
+from sandbox.policy import Network
 
 Latency = Literal["sensitive", "best_effort"]
 """Whether somebody waits for a sandbox's commands, or they may run in the time that others leave."""
@@ -60,6 +61,7 @@ class Capabilities:
     disk_snapshot: bool = True
     memory_snapshot: bool = False
     terminal: bool = True
+    network: bool = False
     terminal_signals: bool = True
     oom_told: bool = True
     stateful: bool = True
@@ -76,10 +78,11 @@ class SandboxSpec:
     `image` names a base layer (`name:tag` or digest) or an image of the backend; empty is the
     built-in Python. `workspace` and `toolkit` are layers over it (`temper sandbox layer`).
 
-    A sandbox that nobody has used for `ttl_s` seconds is ended, and any `life_s` seconds after its start unless
-    that is 0. With `journal` its commands and their results
-    are written down, so that a caller who starts over can attach to it. `backend` is used in place of the
-    connection's. A `best_effort` sandbox runs in the processor time that all others leave.
+    A sandbox that nobody has used for `ttl_s` seconds is ended, and any one `life_s` seconds after its start
+    unless that is 0. With `journal` its commands and their results are written down, so that a caller who
+    starts over can attach to it. `backend` is used in place of the connection's. A `best_effort` sandbox
+    runs in the processor time that all others leave. `network` says what it may reach in each phase; nothing,
+    if nothing is said.
     """
 
     image: str = ""
@@ -90,6 +93,7 @@ class SandboxSpec:
     life_s: float = 0.0
     workspace: str = ""
     toolkit: str = ""
+    network: Network = field(default_factory=Network)
     backend: str = ""
     latency: Latency = "sensitive"
 

@@ -1,4 +1,4 @@
-"""Versions of the protocol that client, front and node speak: N serves N - 1, and speaks it to one that is behind.
+"""Versions of the protocol between client, front and node: N serves N - 1 and speaks it to who is behind.
 
 Over HTTP each request names the version; on a node's socket the greeting does, and what is greeted without a
 word of it is of version 2.
@@ -22,9 +22,9 @@ UNSAID = 2
 """The version of a node, or of its client, that does not say which."""
 
 _SPEC_2 = frozenset({"image", "limits", "labels", "ttl_s", "journal"})
-_NEW_IN_3 = frozenset({"describe", "claim", "phase"})
-_COMMANDS_OF_3 = frozenset({"move", "processes"})
-_FIELDS_OF_3 = frozenset({"at", "flow", "life_s", "eof"})
+_NEW_IN_3 = frozenset({"describe", "claim", "denials", "warm", "hold_back", "top"})
+_COMMANDS_OF_3 = frozenset({"move", "processes", "phase", "halt"})
+_FIELDS_OF_3 = frozenset({"files", "at", "flow", "life_s", "eof"})
 
 
 def served(said: object) -> int:
@@ -34,9 +34,11 @@ def served(said: object) -> int:
         PolicyError: It is not served here.
     """
     if str(said) not in (str(API - 1), str(API)):
+        text = str(said)[:20]
+        newer = text.isascii() and text.isdecimal() and int(text) > API
         raise PolicyError(
-            f"this is version {API} of the interface and serves {API - 1} too, not {str(said)[:20]!r}: "
-            f"{'update this server' if str(said).isdigit() and int(str(said)[:9]) > API else 'update the caller'}"
+            f"this is version {API} of the interface and serves {API - 1} too, not {text!r}: "
+            f"update {'this server' if newer else 'the caller'}"
         )
     return int(str(said))
 
@@ -62,6 +64,6 @@ def request_for(version: int, header: Header) -> Header:
     asked = [name for name in spec if name not in _SPEC_2 and spec[name] != plain.get(name)]
     if asked:
         raise PolicyError(
-            f"the server is of version {version}, which knows nothing of {', '.join(sorted(asked))}: update it"
+            f"the server is of version {version}, without {', '.join(sorted(asked))}: update it"
         )
     return {**header, "spec": {name: value for name, value in spec.items() if name in _SPEC_2}}

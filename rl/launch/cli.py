@@ -160,7 +160,10 @@ def _add_env(commands: argparse._SubParsersAction[Parser]) -> None:
     play.add_argument("--task", type=int, default=0, help="number of the task, from 0")
     play.add_argument("--demonstration", action="store_true", help="let a demonstration speak instead of you")
     play.add_argument(
-        "--sandbox", choices=("auto", "docker", "bubblewrap"), default="auto", help="default auto"
+        "--sandbox",
+        choices=("auto", "docker", "bubblewrap", "gvisor", "function"),
+        default="auto",
+        help="default auto",
     )
     play.set_defaults(action=_play)
 

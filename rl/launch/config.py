@@ -83,7 +83,7 @@ class SandboxSection(Section):
     """
 
     url: str = "local"
-    backend: Literal["auto", "docker", "bubblewrap"] = "auto"
+    backend: Literal["auto", "docker", "bubblewrap", "gvisor", "function"] = "auto"
     tool_timeout_s: float = Field(default=10.0, gt=0)
 
 

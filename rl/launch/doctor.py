@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import os
 import platform
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 
 from rl.launch.roots import check_roots
 from rl.watch.wandb_log import choose_mode
+from sandbox.backends.function import Function
+from sandbox.backends.gvisor import Gvisor
 
 _MIN_DISK_GB = 5
 
@@ -46,7 +49,7 @@ def examine() -> list[Finding]:
         "get one of the two above",
     )
     rest: list[Callable[[], Finding]] = [_python, _packages, _torch, _ray, _gpu, _disk, _wandb]
-    return [*(look() for look in rest), *boxes, sandbox]
+    return [*(look() for look in rest), *boxes, sandbox, *_more_backends()]
 
 
 def report(findings: list[Finding]) -> Iterator[str]:
@@ -54,6 +57,16 @@ def report(findings: list[Finding]) -> Iterator[str]:
     yield from map(str, findings)
     bad = [finding.name for finding in findings if finding.needed and not finding.ok]
     yield f"{', '.join(bad)}: not ready to train" if bad else "ready: temper train experiment=calc"
+
+
+def _more_backends() -> Iterator[Finding]:
+    """Those that `auto` never takes; each is tried for real."""
+    for backend, what in (
+        (Gvisor(), "works: a kernel of its own for each sandbox"),
+        (Function(), "works: stateless calls"),
+    ):
+        problem = asyncio.run(backend.missing())
+        yield Finding(backend.name, not problem, problem or what, needed=False)
 
 
 def _python() -> Finding:

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rl.launch.layer_cli import add_layer
+
 _TOKENS = """\
 Tokens come from the environment or from files that only you can read, never from the command line:
   TEMPER_SANDBOX_TOKEN, or TEMPER_SANDBOX_TOKEN_FILE             of a client
   TEMPER_SANDBOX_NODE_TOKEN, or TEMPER_SANDBOX_NODE_TOKEN_FILE   of fronts to nodes, the same on both
 `temper sandbox token` makes one.
 """
+_SORTS = ("cpu", "memory", "processes", "disk", "commands", "age", "owner", "state", "id")
 STATE = Path("~/.tempering")
 """Where the local node is unless a command says otherwise."""
 
@@ -41,9 +44,14 @@ def add_sandbox(
     node.add_argument(
         "--starts-per-s", type=float, default=0.0, help="starts a second (default by backend and cores)"
     )
+    node.add_argument(
+        "--warm", action="append", default=[], metavar="FILE[=COUNT]",
+        help="keep sandboxes of this specification ready: JSON with spec, backend, count; may be repeated",
+    )  # fmt: skip
     node.add_argument("--state", type=Path, default=STATE, help=f"its state folder (default {STATE})")
     _add_server(node, 7331)
     _add_looks(sandbox)
+    add_layer(sandbox, parser_class, STATE)
     _add(sandbox, "token", "make_token", "make a token, and its hash for an access file")
 
 
@@ -54,13 +62,24 @@ def _add_looks(sandbox: argparse._SubParsersAction[Any]) -> None:
         "--keep", action="append", default=[], metavar="OWNER", help="not those of this owner"
     )
     stats = _add(sandbox, "stats", "show_stats", "how full the nodes are")
+    top = _add(sandbox, "top", "show_top", "a live table of the sandboxes and what each uses")
+    top.add_argument("--sort", choices=_SORTS, default="cpu", help="by what (default cpu)")
+    top.add_argument("--once", action="store_true", help="print it once, for scripts")
+    top.add_argument("--every", type=_seconds, default=2.0, help="seconds between two looks (default 2)")
+    top.add_argument("--rows", type=int, default=0, help="at most so many sandboxes (default all)")
     drain = _add(sandbox, "drain", "drain", "have a node take no more sandboxes")
     drain.add_argument("node", help="its name")
     drain.add_argument("--off", action="store_true", help="have it take them again")
-    for command in (listing, collect, stats, drain):
+    for command in (listing, collect, stats, top, drain):
         local = command is not drain
         command.add_argument("--url", default="local", required=not local, help="of a front (default local)")
         command.add_argument("--state", type=Path, default=STATE, help=f"of the local node (default {STATE})")
+
+
+def _seconds(word: str) -> float:
+    if not 0.1 <= (seconds := float(word)) <= 3600:
+        raise argparse.ArgumentTypeError(f"from 0.1 to 3600 seconds, not {word}")
+    return seconds
 
 
 def _add(

@@ -58,8 +58,8 @@ FULL, READ, IDLE_S = 1 << 20, 1 << 16, 5.0
 class Agent:
     """The event loop: requests in, commands run, replies out."""
 
-    def __init__(self, channel_in: int, channel_out: int, zygote: socket, uid: int | None):
-        self.uid = uid
+    def __init__(self, channel_in: int, channel_out: int, zygote: socket, uid: int | None, fresh: bool):
+        self.uid, self.fresh = uid, fresh
         self.channel_in, self.channel_out, self.zygote = channel_in, channel_out, zygote
         self.received, self.outgoing = bytearray(), bytearray()
         self.commands: dict[int, Command] = {}
@@ -203,6 +203,16 @@ class Agent:
         self.held_at = 0.0
         self.reply(header["id"])
 
+    def do_halt(self, header: Header, text: bytes, payload: bytes) -> None:
+        """Ends the trees of all commands; says how many are still there."""
+        running = [command for command in self.commands.values() if not command.gone]
+        for command in running:
+            command.cancelled = True
+            command.stop()
+        for keeper in self.background.values():
+            keeper.shutdown(SHUT_WR)
+        self.reply(header["id"], left=len(running) + len(self.background))
+
     def do_kill(self, header: Header, text: bytes, payload: bytes) -> None:
         """Ends the tree of a command."""
         command = self.commands.get(header["target"])
@@ -261,7 +271,7 @@ class Agent:
 
     def start(self, header: Header, stdin: bytes) -> None:
         """Starts a command, the job ahead of its input, in the one that waits if that is as it needs."""
-        brief = header["op"] == "python"
+        brief = header["op"] == "python" or self.fresh
         if self.waits(brief) and not header.get("user") and not header.get("state"):
             launched = self.spares.pop(brief)
         else:
@@ -409,7 +419,7 @@ def confine(config: Header) -> None:
     libc.prctl(libc.PR_SET_NO_NEW_PRIVS, 1)
     if config["uid"] is None:
         libc.prctl(libc.PR_SET_DUMPABLE, 0)  # commands share the agent's user: no ptrace of it
-    if config["seccomp"]:
+    if config["seccomp"] and not config["fresh"]:  # then each command has it, as keepers make namespaces
         libc.filter_calls(binascii.a2b_base64(config["seccomp"]))
 
 
@@ -426,7 +436,12 @@ def main() -> None:
     config: Header = small_json.loads(sys.argv[1])
     config["uid"] = config["uid"] if os.geteuid() == 0 else None
     forbid_cores()
+    config.setdefault("fresh", "")
     confine(config)
+    if config.get("door"):
+        from .network import hand_over
+
+        hand_over(config["door"])
     channel_in, channel_out = os.dup(0), os.dup(1)
     null = os.open("/dev/null", os.O_RDWR)
     for fd in (0, 1, 2):
@@ -447,7 +462,7 @@ def main() -> None:
 
         serve_forks(theirs, config)
     theirs.close()
-    Agent(channel_in, channel_out, ours, config["uid"]).run()
+    Agent(channel_in, channel_out, ours, config["uid"], bool(config["fresh"])).run()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from _socket import SHUT_WR, socket
 
-from .frames import CHUNK, DIRTY, DONE, EXITED, FAILED, SCRATCH, STATUS, UNKNOWN
+from .frames import CHUNK, DIRTY, DONE, EXITED, FAILED, FULL, SCRATCH, STATUS, UNKNOWN
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Command:
         self.signal: int | None = None
         self.failure = 0
         self.ended_at = 0.0
-        self.timed_out = self.cancelled = self.stopping = self.gone = self.dirty = False
+        self.timed_out = self.cancelled = self.stopping = self.gone = self.dirty = self.disk_full = False
 
     def outputs(self) -> list[int]:
         """Returns the descriptors of open output streams."""
@@ -107,6 +107,7 @@ class Command:
                 self.status, self.signal = (value, None) if value >= 0 else (128 - value, -value)
             self.failure = value if kind == FAILED else self.failure
             self.dirty = self.dirty or kind == DIRTY
+            self.disk_full = self.disk_full or kind == FULL
             self.gone = kind in (DONE, DIRTY)
         self.ended_at = self.ended_at or time.monotonic()
 
@@ -175,7 +176,7 @@ class Command:
             "timed_out": self.timed_out,
             "cancelled": self.cancelled,
             "dirty": self.dirty,
-            "disk_full": self.status != 0 and disk_full(),
+            "disk_full": self.status != 0 and (self.disk_full or disk_full()),
             "duration_s": now - self.started,
         }
 
@@ -197,6 +198,8 @@ def disk_full() -> bool:
             info = os.statvfs(folder)
         except OSError:
             continue
-        if info.f_blocks and (not info.f_bavail or (info.f_files and not info.f_favail)):
+        # A file system that keeps some room to itself says that it is full before the last block.
+        kept = info.f_bavail < info.f_bfree and info.f_bavail * info.f_frsize < 1 << 20
+        if info.f_blocks and (not info.f_bavail or kept or (info.f_files and not info.f_favail)):
             return True
     return False

@@ -15,8 +15,10 @@ import time
 from _socket import CMSG_SPACE, socket
 
 from . import libc
+from .command import disk_full
 from .files import remove_tree
-from .frames import DIRTY, DONE, EXITED, FAILED, FORK, SCRATCH, STATUS, UNKNOWN
+from .frames import DIRTY, DONE, EXITED, FAILED, FORK, FULL, SCRATCH, STATUS, UNKNOWN
+from .fresh import end_others, enter
 from .program import become_command, warm_up
 
 TYPE_CHECKING = False
@@ -66,18 +68,26 @@ def serve_forks(channel: socket, config: Header) -> NoReturn:
 def keep(agent: socket, streams: list[int], slot: int, user: int, config: Header) -> NoReturn:
     """The keeper: runs a command, reaps its orphans, and ends its tree when the agent asks or is gone."""
     try:
+        if config["fresh"]:
+            enter(config["fresh"])
         os.setsid()
         if libc.call("prctl", libc.PR_SET_CHILD_SUBREAPER, 1, None, None, None) == 0:
             config["tag"] = 0
         deaths = watch_children()
         uid = (user or config["uid"] + slot) if config["uid"] is not None else None
-        before = stamps() if slot else []
+        before = stamps() if slot and not config["fresh"] else []
         child = os.fork()
         if child == 0:
             become_command(streams, uid, bool(slot), config)
         for fd in streams:
             os.close(fd)
-        if not slot:
+        if config["fresh"]:
+            status = attend(agent, deaths, child, True, 0)
+            end_tree(0)
+            if status and disk_full():  # a disk that nobody but this call has
+                agent.send(STATUS.pack(FULL, 0))
+            agent.send(STATUS.pack(DONE, UNKNOWN if status is None else status))
+        elif not slot:
             attend(agent, deaths, child, False, config["tag"])
         else:
             if uid is not None:
@@ -159,7 +169,13 @@ def end_user(uid: int | None, tag: int) -> None:
 
 
 def end_tree(tag: int) -> None:
-    """Ends every descendant. All are stopped first and hold their places, so that no storm goes on."""
+    """Ends every descendant. All are stopped first and hold their places, so that no storm goes on.
+
+    Called by the first process of a namespace, it ends all others there in one step that no fork escapes.
+    """
+    if os.getpid() == 1:
+        end_others()
+        return
     stopped: set[int] = set()
     while fresh := descendants(os.getpid(), tag) - stopped:
         send_all(fresh, signal.SIGSTOP)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 4, 22, 36, 38
+EPERM = 1
 CAPABILITY_VERSION = 0x20080522
 SFD_CLOEXEC = 0o2000000
 RTLD_NOW = 2
@@ -39,6 +40,18 @@ def drop_capabilities() -> None:
     """Gives up every capability of this process."""
     if call("capset", struct.pack("II", CAPABILITY_VERSION, 0), bytes(24)) != 0:
         raise OSError(0, "the capabilities were not given up")
+
+
+def unshare(flags: int) -> None:
+    """Leaves namespaces for new ones."""
+    if call("unshare", flags) != 0:
+        raise OSError(EPERM, "the kernel made no namespaces")
+
+
+def mount(kind: bytes | None, at: bytes, flags: int, options: bytes | None) -> None:
+    """Mounts a file system of a kind; with none, changes what is mounted there."""
+    if call("mount", kind, at, kind, flags, options) != 0:
+        raise OSError(EPERM, "the kernel did not mount " + at.decode())
 
 
 def signalfd(number: int) -> int:

@@ -19,7 +19,7 @@ else:
 
 MAX_INPUT = 1 << 20
 MAX_TURNS = 1024
-HOLD_S = 5.0
+HOLD_S = 30.0
 """How long a process waits for a reader that takes all of its output, before the oldest goes."""
 
 FOREVER = float("inf")
@@ -75,13 +75,14 @@ class Process(Command):
         return self.start + len(self.log) - self.seen >= self.keep or len(self.turns) >= MAX_TURNS
 
     def ask(self, poll: Poll) -> None:
-        """Takes a poll, by which its caller says what it has got."""
+        """Takes a poll, by which its caller says what it has got; one for nothing only looks."""
         now = time.monotonic()
-        was = self.full(now)
-        self.seen, self.asked = max(self.seen, poll.offset), now
-        if was:
-            self.trim()
-            self.freed = now
+        if poll.limit:
+            full = self.full(now)
+            self.seen, self.asked = max(self.seen, min(poll.offset, self.start + len(self.log))), now
+            if full:
+                self.trim()
+                self.freed = now
         self.polls.append(poll)
 
     def drain(self, fd: int) -> bytes:
@@ -106,9 +107,11 @@ class Process(Command):
         """Drops what is over the limit, and of a reader that takes all what it has."""
         over = max(len(self.log) - self.keep, 0)
         if self.header.get("flow"):
-            over = max(over, min(self.seen, self.start + len(self.log)) - self.start)
-            if len(self.turns) > MAX_TURNS:
-                over = max(over, self.turns[MAX_TURNS // 2][0] - self.start)
+            read = min(self.seen, self.start + len(self.log)) - self.start
+            if time.monotonic() < self.asked + HOLD_S:
+                over = read
+            elif len(self.turns) > MAX_TURNS:
+                over = max(over, read, self.turns[MAX_TURNS // 2][0] - self.start)
         del self.log[:over]
         self.start += over
         while len(self.turns) > 1 and self.turns[1][0] <= self.start:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import binascii
 import builtins
 import errno
 import os
@@ -14,7 +15,7 @@ from .frames import CHUNK, JOB
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import signal
-    from typing import NoReturn
+    from typing import Any, NoReturn
 
     from .frames import Header
 else:
@@ -37,8 +38,10 @@ def become_command(streams: list[int], uid: int | None, brief: bool, config: Hea
         write_once("/proc/self/oom_score_adj", b"1000")
         for name, value in config["rlimits"].items():
             resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
-        os.umask(0o077 if brief else 0o022)
         ENVIRONMENT.update(config.get("env") or {})
+        os.umask(0o077 if brief and not config["fresh"] else 0o022)
+        if config["fresh"] and config["seccomp"]:
+            libc.filter_calls(binascii.a2b_base64(config["seccomp"]))
         if uid is not None:
             os.setgroups([config["tag"]] if config["tag"] else [])
             os.setresgid(uid, uid, uid)
@@ -87,6 +90,8 @@ def read_exactly(size: int) -> bytes:
 
 def perform(job: Header) -> int:
     """Does what was asked for, and returns the exit code."""
+    if "files" in job:
+        place_files(job["files"])
     os.chdir(job.get("cwd", "/workspace"))
     if job["op"] in ("exec", "start"):
         if job.get("pty"):
@@ -177,6 +182,22 @@ def run_source(source: bytes) -> int:
         code = 1
     sys.stdout.flush()
     return code & 255
+
+
+def place_files(listed: list[list[Any]]) -> None:
+    """Writes the files (path, size, mode) that come ahead of all else on standard input."""
+    os.chdir("/workspace")
+    for path, size, mode in listed:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode & 0o777)
+        while size:
+            data = os.read(0, min(size, CHUNK))
+            if not data:
+                raise EOFError("the files were cut short")
+            size -= len(data)
+            os.write(fd, data)
+        os.fchmod(fd, mode & 0o777)
+        os.close(fd)
 
 
 def copy_out(path: str, limit: int, at: int) -> int:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from sandbox.backends import seccomp
 from sandbox.channel import ByteReader
+from sandbox.errors import PolicyError
 from sandbox.resident import ByteWriter
 from sandbox.types import Capabilities, Limits, SandboxSpec
 
 if TYPE_CHECKING:
+    from sandbox.egress.gate import Gate
     from sandbox.layers.writable import Writable
 
 AUTO = ("docker", "bubblewrap")
@@ -22,13 +24,18 @@ AUTO = ("docker", "bubblewrap")
 COMMAND_UID = 60000
 """The user of commands; Python commands have one each of those that follow."""
 
+DOOR = "/run/tempering.sock"
+"""Where a sandbox with a network finds its door (`sandbox.egress.gate.door_of`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Started:
     """A sandbox that runs: its agent's streams, how to end it, and how often the kernel killed for memory.
 
-    `pause` stops (True) all its processes or lets them go on; None where the backend cannot. `writable` is
-    the upper folder of a root of layers. `spec` is what was started: names of layers have become digests.
+    `pause` stops (True) all its processes or lets them go on; None where the backend cannot. `groups` gives
+    the folders of its control groups by controller, as far as there are any. `gate` is its network, if it has
+    one; no backend makes that. `writable` is the upper folder of a root of layers. `spec` is what was
+    started: names of layers have become digests.
     """
 
     reader: ByteReader
@@ -36,8 +43,27 @@ class Started:
     kill: Callable[[], Awaitable[None]]
     oom_kills: Callable[[], int]
     pause: Callable[[bool], Awaitable[None]] | None = None
+    groups: Callable[[], Mapping[str, Path]] = dict[str, Path]
+    gate: Gate | None = None
     writable: Writable | None = None
     spec: SandboxSpec | None = None
+
+
+def refuse_layers(backend: str, spec: SandboxSpec, *, images: bool = False) -> None:
+    """Returns when `spec` asks for none of the things that only layers give.
+
+    Raises:
+        PolicyError: It does.
+    """
+    asked = {
+        "images": "" if images else spec.image,
+        "workspaces": spec.workspace,
+        "toolkits": spec.toolkit,
+        "disks": spec.limits.disk_bytes,
+    }
+    for what, which in asked.items():
+        if which:
+            raise PolicyError(f"the {backend} backend has no {what} (asked for {which!r}); try bubblewrap")
 
 
 class Backend(Protocol):
@@ -61,13 +87,29 @@ class Backend(Protocol):
         """Lets go of what the node shares between its sandboxes; there are none any more."""
         ...
 
+    async def reap(self, held: Callable[[], Set[str]]) -> list[str]:
+        """Removes what this node's run has under names that are not held; returns names.
+
+        Args:
+            held: Gives the names (`box_id` of `start`) that must stay; to be asked after looking what there
+                is, on the event loop, as a start may begin meanwhile.
+        """
+        ...
+
     async def reclaim(self, state_dir: Path) -> list[str]:
         """Removes what an earlier node of `state_dir` left behind; returns names."""
         ...
 
 
 def agent_command(
-    folder: str, limits: Limits, *, uid: int | None, alone: bool, env: Mapping[str, str] | None = None
+    folder: str,
+    limits: Limits,
+    *,
+    uid: int | None,
+    alone: bool,
+    network: bool = False,
+    fresh: bool = False,
+    env: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Returns the interpreter's arguments that start the agent found at `folder`/agent.
 
@@ -76,17 +118,17 @@ def agent_command(
         limits: Of the sandbox; those that the kernel keeps per process are passed on.
         uid: The first user of commands, or None to run them as the agent's.
         alone: Whether no control group holds memory and processes, so that limits per process must do.
+        network: Whether there is a door to hand a listener through.
+        fresh: Whether each command has namespaces and folders of its own, which the agent must be let make.
         env: What commands have in their environment unless they bring something else.
     """
-    rlimits = {
-        "NOFILE": limits.open_files,
-        "FSIZE": max(limits.tmpfs_bytes, limits.disk_bytes),
-        "MEMLOCK": 1 << 16,
-    }
+    largest = max(limits.tmpfs_bytes, limits.disk_bytes)
+    rlimits = {"NOFILE": limits.open_files, "FSIZE": largest, "MEMLOCK": 1 << 16}
     if alone:
         rlimits |= {"AS": limits.memory_bytes, "NPROC": limits.pids}
-    config = json.dumps(
-        {"uid": uid, "rlimits": rlimits, "seccomp": seccomp.program(), "env": dict(env or {})}
-    )
+    door = DOOR if network else ""
+    sized = f"mode=1777,size={limits.tmpfs_bytes},nr_inodes={limits.tmpfs_inodes}" if fresh else ""
+    told = {"door": door, "fresh": sized, "env": dict(env or {})}
+    config = json.dumps({"uid": uid, "rlimits": rlimits, "seccomp": seccomp.program(), **told})
     start = f"import sys; sys.path.insert(0, {folder!r}); from agent.agent import main; main()"
     return ["-I", "-S", "-c", start, config]

@@ -12,13 +12,15 @@ import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from pathlib import Path
 
 from sandbox.backends import bwrap
 from sandbox.backends.base import Started
 from sandbox.backends.cgroups import Cgroup, controllers, leave, sweep
 from sandbox.backends.users import USERS
+from sandbox.egress import jail
+from sandbox.egress.doors import door_of
 from sandbox.errors import InfrastructureError, PolicyError
 from sandbox.layers.built_in import Control, ensure_control
 from sandbox.layers.compose import Composed, Composer
@@ -69,6 +71,7 @@ class Bubblewrap:
             terminal_limit=layers,
             separate_users=os.geteuid() == 0,
             pause="freezer" in held,
+            network=not jail.lacking(),
             layers=layers,
             disk_file=layers,
         )
@@ -103,7 +106,7 @@ class Bubblewrap:
                 await asyncio.to_thread(composer.release, composed.layers)
 
         try:
-            process = await self._spawn(cgroup, spec, composed, uid)
+            process = await self._spawn(box_id, cgroup, spec, composed, uid)
         except BaseException as error:
             await release()
             if isinstance(error, OSError):
@@ -132,18 +135,24 @@ class Bubblewrap:
             writable = Writable(box / "upper", composed.trees)
             spec = composer.pinned(spec)
         pausing = pause if cgroup.freezes else None
-        return Started(stdout, stdin, kill, oom_kills, pausing, writable=writable, spec=spec)
+        return Started(
+            stdout, stdin, kill, oom_kills, pausing, lambda: cgroup.folders, writable=writable, spec=spec
+        )
+
+    def _door(self, box_id: str, spec: SandboxSpec) -> Path | None:
+        return door_of(self._state_dir, box_id) if spec.network and self._state_dir else None
 
     async def _spawn(
-        self, cgroup: Cgroup, spec: SandboxSpec, composed: Composed | None, uid: int | None
+        self, box_id: str, cgroup: Cgroup, spec: SandboxSpec, composed: Composed | None, uid: int | None
     ) -> asyncio.subprocess.Process:
+        door = self._door(box_id, spec)
         if self._composer is None or self._composer.missing():
-            return await _execute(cgroup.wrap(bwrap.plain(spec.limits, self._agent, None, uid)), None)
+            return await _execute(cgroup.wrap(bwrap.plain(spec.limits, self._agent, None, uid, door)), None)
         places = self._composer.mounts / BOX
         if composed is None:
-            command: Iterable[str] = bwrap.plain(spec.limits, self._agent, places, uid)
+            command: Iterable[str] = bwrap.plain(spec.limits, self._agent, places, uid, door)
         else:
-            command = bwrap.composed(spec.limits, await self._controlled(), places, composed.env)
+            command = bwrap.composed(spec.limits, await self._controlled(), places, composed.env, door)
         trees = composed.trees if composed else ()
         with contextlib.ExitStack() as stack:
             entering = private(self._composer.mounts, spec.limits, trees)
@@ -166,6 +175,10 @@ class Bubblewrap:
         if self._composer is not None:
             left += await asyncio.to_thread(self._composer.reclaim)
         return left
+
+    async def reap(self, held: Callable[[], Set[str]]) -> list[str]:
+        """Sandboxes are what runs in their control groups, of which the node's reaper takes care."""
+        return []
 
     def leave(self) -> None:
         """Removes the node's own control group and unmounts its layers."""

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from sandbox.backends.base import COMMAND_UID, agent_command
+from sandbox.backends.base import COMMAND_UID, DOOR, agent_command
 from sandbox.backends.cgroups import controllers
 from sandbox.layers.built_in import Control
+from sandbox.layers.compose import NO_PRELOAD
 from sandbox.types import Limits
 
 AGENT_AT = "/run/tempering"
@@ -74,7 +75,9 @@ def terminals(places: Path) -> Iterator[str]:
     yield from ("--dev-bind", f"{places}/pts", "/dev/pts")
 
 
-def plain(limits: Limits, agent: Path, places: Path | None, uid: int | None) -> Iterator[str]:
+def plain(
+    limits: Limits, agent: Path, places: Path | None, uid: int | None, door: Path | None
+) -> Iterator[str]:
     """Yields the command of a sandbox whose root is the machine's own system.
 
     Args:
@@ -82,6 +85,7 @@ def plain(limits: Limits, agent: Path, places: Path | None, uid: int | None) -> 
         agent: The folder of the agent.
         places: Where its writable folders are mounted already; None to have bubblewrap make them.
         uid: The first user of its commands; None to run them as the agent's.
+        door: Of its network, if it has one.
     """
     program, extra = interpreter()
     yield from namespaces()
@@ -94,20 +98,15 @@ def plain(limits: Limits, agent: Path, places: Path | None, uid: int | None) -> 
             yield from ("--bind", f"{places}/{path.rpartition('/')[2]}", path)
         else:
             yield from ("--size", str(limits.tmpfs_bytes), "--perms", "1777", "--tmpfs", path)
-    yield from (
-        "--ro-bind",
-        str(agent),
-        f"{AGENT_AT}/agent",
-        "--remount-ro",
-        "/",
-        "--chdir",
-        "/workspace",
-        "--",
-    )
-    yield from (program, *_agent(limits, {}, uid))
+    yield from _door(door)
+    yield from ("--ro-bind", str(agent), f"{AGENT_AT}/agent", "--remount-ro", "/")
+    yield from ("--chdir", "/workspace", "--")
+    yield from (program, *_agent(limits, {}, uid, door))
 
 
-def composed(limits: Limits, control: Control, places: Path, env: dict[str, str]) -> Iterator[str]:
+def composed(
+    limits: Limits, control: Control, places: Path, env: dict[str, str], door: Path | None
+) -> Iterator[str]:
     """Yields the command of a sandbox with a root of layers, which is mounted already.
 
     The agent lies in a mount of its own with its interpreter. An empty list of libraries to load first is
@@ -121,13 +120,20 @@ def composed(limits: Limits, control: Control, places: Path, env: dict[str, str]
     yield from terminals(places)
     yield from ("--bind", f"{places}/shm", "/dev/shm", "--ro-bind", str(control.folder), AGENT_AT)
     yield from ("--ro-bind", str(control.library), f"{AGENT_AT}/lib/{control.library.name}")
-    yield from ("--ro-bind", "/dev/null", "/etc/ld.so.preload", "--chdir", "/workspace", "--")
-    yield from (*control.command(AGENT_AT), *_agent(limits, env, uid))
+    yield from _door(door)
+    yield from ("--ro-bind", str(places.parent / NO_PRELOAD), "/etc/ld.so.preload")
+    yield from ("--chdir", "/workspace", "--")
+    yield from (*control.command(AGENT_AT), *_agent(limits, env, uid, door))
 
 
-def _agent(limits: Limits, env: dict[str, str], uid: int | None) -> list[str]:
+def _door(door: Path | None) -> Iterator[str]:
+    if door is not None:
+        yield from ("--ro-bind", str(door), DOOR)
+
+
+def _agent(limits: Limits, env: dict[str, str], uid: int | None, door: Path | None) -> list[str]:
     alone = not {"memory", "pids"} <= controllers()
-    return agent_command(AGENT_AT, limits, uid=uid, alone=alone, env=env)
+    return agent_command(AGENT_AT, limits, uid=uid, alone=alone, network=door is not None, env=env)
 
 
 def interpreter() -> tuple[str, tuple[str, ...]]:

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import re
 import signal
 import time
 from collections.abc import Iterable, Iterator
@@ -22,6 +23,7 @@ from sandbox.errors import InfrastructureError
 from sandbox.types import Latency, Limits
 
 _ROOT = Path("/sys/fs/cgroup")
+_SANDBOX = re.compile(r"[0-9a-f]{8}-[0-9a-f]{12}(-g[0-9]+)?")
 _PARENT, _IDLE_PARENT = "tempering", "tempering-idle"
 _IDLE = (("cpu.idle", 1), ("cpu.weight", 1), ("cpu.shares", 2))
 """In order of preference; a group that is idle has no weight to be set."""
@@ -93,7 +95,18 @@ class Cgroup:
 
     def end(self) -> None:
         """Does what `remove` does, and blocks."""
-        _remove_all(sorted(set(self.folders.values())))
+        remove_groups(sorted(set(self.folders.values())))
+
+
+def container_groups(container: str, root: Path = _ROOT) -> dict[str, Path]:
+    """Returns the groups that the engine made for a container, by controller; any version and driver."""
+    found: dict[str, Path] = {}
+    for controller in ("memory", "pids", "cpu", "cpuacct"):
+        base = root if unified(root) else root / controller
+        for place in (base / "docker" / container, base / f"system.slice/docker-{container}.scope"):
+            if place.exists():
+                found[controller] = place
+    return found
 
 
 @functools.cache
@@ -138,22 +151,34 @@ def sweep(root: Path = _ROOT) -> list[str]:
     """Removes the groups of nodes that do not live any more, with what runs in them; returns their names."""
     left: set[str] = set()
     for node in _nodes(root):
-        if not _alive(node.name):
+        if _alive(node.name):
+            continue
+        with contextlib.suppress(FileNotFoundError):  # another node that starts removes them too
             boxes = [path for path in node.glob("*") if path.is_dir()]
             left |= {path.name for path in boxes}
-            _remove_all([*boxes, node])
+            with contextlib.suppress(OSError):  # another node that starts removes it too
+                remove_groups([*boxes, node])
     return sorted(left)
+
+
+def own_groups(root: Path = _ROOT) -> dict[str, list[Path]]:
+    """Returns the groups of this node's sandboxes, by sandbox; other groups beside them are left out."""
+    found: dict[str, list[Path]] = {}
+    for node in _nodes(root):
+        if node.name == _node_name(os.getpid()):
+            for path in node.glob("*"):
+                if path.is_dir() and _SANDBOX.fullmatch(path.name):
+                    found.setdefault(path.name, []).append(path)
+    return found
 
 
 def leave(root: Path = _ROOT) -> None:
     """Removes the groups that hold those of this node, which ends."""
-    _remove_all([node for node in _nodes(root) if node.name == _node_name(os.getpid())])
+    remove_groups([node for node in _nodes(root) if node.name == _node_name(os.getpid())])
 
 
 def _nodes(root: Path) -> list[Path]:
-    parents = [
-        place for name in (_PARENT, _IDLE_PARENT) for place in (root / name, *root.glob(f"*/{name}"))
-    ]
+    parents = [place for name in (_PARENT, _IDLE_PARENT) for place in (root / name, *root.glob(f"*/{name}"))]
     return [node for parent in parents for node in parent.glob("*-*") if node.is_dir()]
 
 
@@ -175,6 +200,7 @@ def _settings(limits: Limits, v2: bool) -> dict[str, dict[str, str | int]]:
         },
         "pids": {"pids.max": limits.pids},
         "cpu": {"cpu.cfs_period_us": _PERIOD_US, "cpu.cfs_quota_us": quota},
+        "cpuacct": {},
         "freezer": {},
     }
 
@@ -216,7 +242,7 @@ def _processes(folder: Path) -> Iterator[int]:
         yield from map(int, (folder / "cgroup.procs").read_text().split())
 
 
-def _remove_all(folders: Iterable[Path]) -> None:
+def remove_groups(folders: Iterable[Path]) -> None:
     """Removes groups in their order; the processes in them take a moment to die."""
     folders, deadline = list(folders), time.monotonic() + _REMOVE_S
     for folder in folders:

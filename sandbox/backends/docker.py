@@ -11,7 +11,8 @@ import asyncio
 import contextlib
 import socket
 import struct
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,18 +22,23 @@ import docker.types
 import requests.exceptions
 
 from sandbox.backends import cgroups
-from sandbox.backends.base import Started, agent_command
+from sandbox.backends.base import COMMAND_UID, DOOR, Started, agent_command, refuse_layers
 from sandbox.backends.users import USERS
+from sandbox.egress import jail
+from sandbox.egress.doors import door_of
 from sandbox.errors import InfrastructureError, ProtocolError
 from sandbox.images import AGENT_FOLDER, ImageError, ensure_image
+from sandbox.layers.compose import Composer
+from sandbox.layers.containers import ContainerRoots, Layered
 from sandbox.types import Capabilities, Limits, SandboxSpec
 
 STATE_DIR, OWNER, BOX = "tempering.state_dir", "tempering.owner", "tempering.sandbox"
 _STREAM_HEADER = struct.Struct("!BxxxI")
 _STDOUT, _STDERR = 1, 2
+_PAUSE_TRIES, _PAUSE_RETRY_S = 5, 0.05
 _MAX_CHUNK, _MAX_STDERR = 1 << 20, 1 << 20
 _LEAST_SHARES = 2
-"""The least weight, of which a container has 1024 as a rule; the engine makes it `cpu.weight` 1 in version 2."""
+"""The least weight of a container, 1024 as a rule; with version 2 the engine sets `cpu.weight` 1."""
 
 _UNREACHABLE = (docker.errors.DockerException, requests.exceptions.RequestException)
 
@@ -42,8 +48,9 @@ class Docker:
 
     name = "docker"
 
-    def __init__(self, state_dir: Path | None = None) -> None:
-        self._state_dir = state_dir
+    def __init__(self, state_dir: Path | None = None, composer: Composer | None = None) -> None:
+        self._state_dir, self._composer = state_dir, composer
+        self._roots = ContainerRoots(composer, state_dir / "toolkit") if composer and state_dir else None
         self._client: Any = None
         self._image: str = ""
         self._making = asyncio.Lock()
@@ -66,19 +73,28 @@ class Docker:
             inode_limit=True,
             separate_users=True,
             pause=True,
+            network=not jail.lacking(),
+            layers=self._composer is not None and not self._composer.missing(),
         )
 
     async def start(self, box_id: str, owner: str, spec: SandboxSpec) -> Started:
         """Starts one container.
 
         Raises:
+            PolicyError: A disk was asked for, or layers that do not go together or cannot be mounted here.
+            LayerError: A layer is not there or damaged.
             InfrastructureError: The engine refused.
         """
+        refuse_layers(self.name, SandboxSpec(limits=spec.limits) if self._roots else spec, images=True)
         container: Any = None
+        layered: Layered | None = None
         uid = USERS.take()
         try:
             image = spec.image or await self._built_in()
-            container = await asyncio.to_thread(self._create, box_id, owner, spec, image, uid)
+            if self._roots and await asyncio.to_thread(self._roots.wanted, spec):
+                connection = await asyncio.to_thread(self._connect)
+                layered = await asyncio.to_thread(self._roots.prepare, connection, box_id, spec, image)
+            container = await asyncio.to_thread(self._create, box_id, owner, spec, image, layered, uid)
             stream = await asyncio.to_thread(_attach, container)
             reader, writer = await asyncio.open_connection(sock=_socket_of(stream), limit=1 << 22)
             await asyncio.to_thread(container.start)
@@ -86,11 +102,14 @@ class Docker:
             if container is not None:
                 await asyncio.to_thread(_remove, container)
             USERS.give_back(uid)
+            if layered is not None:
+                await asyncio.to_thread(layered.release)
             raise InfrastructureError(f"Docker did not start the sandbox: {_first_line(error)}") from error
-        group = _memory_group(str(container.id))
+        group = cgroups.container_groups(str(container.id)).get("memory")
         oom_kills = cgroups.OomCounter(group)
         with contextlib.suppress(OSError):  # of version 2, or of an engine elsewhere
-            (group / cgroups.SOCKETS).write_text(str(spec.limits.memory_bytes))
+            if group is not None:
+                (group / cgroups.SOCKETS).write_text(str(spec.limits.memory_bytes))
 
         async def kill() -> None:
             writer.close()
@@ -101,14 +120,21 @@ class Docker:
                 await asyncio.to_thread(_remove, container)
                 USERS.give_back(uid)
             stream.close()
+            if layered is not None:
+                await asyncio.to_thread(layered.release)
 
         async def pause(stop: bool) -> None:
             try:
-                await asyncio.to_thread(container.pause if stop else container.unpause)
+                await asyncio.to_thread(_pause if stop else _unpause, container)
             except _UNREACHABLE as error:
                 raise InfrastructureError(f"Docker did not pause or resume: {_first_line(error)}") from error
 
-        return Started(Demultiplexed(reader), writer, kill, oom_kills, pause)
+        groups = cgroups.container_groups(str(container.id))
+        writable, started = (layered.writable, layered.spec) if layered else (None, None)
+        return Started(
+            Demultiplexed(reader), writer, kill, oom_kills, pause, lambda: groups,
+            writable=writable, spec=started,
+        )  # fmt: skip
 
     async def reclaim(self, state_dir: Path) -> list[str]:
         """Removes the containers that an earlier node of this folder left, by label."""
@@ -116,6 +142,33 @@ class Docker:
             return await asyncio.to_thread(self._reclaim, state_dir)
         except _UNREACHABLE:
             return []
+
+    async def reap(self, held: Callable[[], Set[str]]) -> list[str]:
+        """Removes the containers of this node, by label, that are not held."""
+        if self._client is None:
+            return []
+        try:
+            there = await asyncio.to_thread(self._labelled)
+            mounted = self._roots.places() if self._roots else []
+            stray = {box: container for box, container in there.items() if box not in held()}
+            for container in stray.values():
+                await asyncio.to_thread(self._remove_by_id, container)
+            for place in mounted:
+                if self._roots and place not in held():
+                    await asyncio.to_thread(self._roots.unmount, place)
+        except _UNREACHABLE as error:
+            raise InfrastructureError(f"Docker did not list or remove: {_first_line(error)}") from error
+        return sorted(stray)
+
+    def _remove_by_id(self, container: str) -> None:
+        with contextlib.suppress(docker.errors.NotFound):
+            _remove(self._connect().containers.get(container))
+
+    def _labelled(self) -> dict[str, str]:
+        """Returns the ids of the containers of this node, by sandbox."""
+        label = f"{STATE_DIR}={self._state_dir}"
+        found = self._connect().api.containers(all=True, filters={"label": label})
+        return {str(one["Labels"][BOX]): str(one["Id"]) for one in found if BOX in one["Labels"]}
 
     def leave(self) -> None:
         """Closes the connection to the engine."""
@@ -135,15 +188,30 @@ class Docker:
             self._client = client
         return self._client
 
-    def _create(self, box_id: str, owner: str, spec: SandboxSpec, image: str, uid: int) -> Any:
+    def _create(
+        self, box_id: str, owner: str, spec: SandboxSpec, image: str, layered: Layered | None, uid: int
+    ) -> Any:
+        network, settings = bool(spec.network), hardening(spec.limits)
+        if layered is not None:
+            uid = COMMAND_UID  # to whom the files of layers belong
+            if layered.writable is not None:
+                del settings["tmpfs"]["/workspace"]
+        env = layered.env if layered else {}
+        agent = agent_command(AGENT_FOLDER, spec.limits, uid=uid, alone=False, network=network, env=env)
         return self._connect().containers.create(
-            image,
-            ["/usr/bin/python3", *agent_command(AGENT_FOLDER, spec.limits, uid=uid, alone=False)],
+            layered.image if layered else image,
+            [*(layered.interpreter if layered else ["/usr/bin/python3"]), *agent],
+            volumes=layered.volumes if layered else {},
+            mounts=[self._door(box_id)] if network else [],
             name=f"tempering-{box_id}",
             labels={**spec.labels, STATE_DIR: str(self._state_dir), OWNER: owner, BOX: box_id},
             cpu_shares=_LEAST_SHARES if spec.latency == "best_effort" else 1024,
-            **hardening(spec.limits),
+            **settings,
         )
+
+    def _door(self, box_id: str) -> docker.types.Mount:
+        assert self._state_dir is not None
+        return docker.types.Mount(DOOR, str(door_of(self._state_dir, box_id)), type="bind", read_only=True)
 
     def _reclaim(self, state_dir: Path) -> list[str]:
         removed: list[str] = []
@@ -152,6 +220,8 @@ class Docker:
         ):
             _remove(container)
             removed.append(str(container.name))
+        if self._roots is not None:
+            removed += self._roots.reclaim(self._connect())
         return removed
 
 
@@ -224,6 +294,22 @@ def _ulimits(limits: Limits) -> Iterator[docker.types.Ulimit]:
         yield docker.types.Ulimit(name=name, soft=value, hard=value)
 
 
+def _pause(container: Any) -> None:
+    """Pauses a container; a runtime that cannot freeze it at once (its processes fork) is asked again."""
+    for left in reversed(range(_PAUSE_TRIES)):
+        try:
+            container.pause()
+            return
+        except docker.errors.APIError as error:
+            if not left or "unable to freeze" not in str(error):
+                raise
+        time.sleep(_PAUSE_RETRY_S)
+
+
+def _unpause(container: Any) -> None:
+    container.unpause()
+
+
 def _attach(container: Any) -> Any:
     return container.attach_socket(params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
 
@@ -232,18 +318,6 @@ def _socket_of(stream: Any) -> socket.socket:
     sock: socket.socket = stream._sock
     sock.setblocking(False)
     return sock
-
-
-def _memory_group(container: str) -> Path:
-    """Returns where the kernel counts the container's memory: by version and driver of control groups."""
-    root = Path("/sys/fs/cgroup")
-    places = (
-        root / "memory/docker" / container,
-        root / f"memory/system.slice/docker-{container}.scope",
-        root / "docker" / container,
-        root / f"system.slice/docker-{container}.scope",
-    )
-    return next((place for place in places if place.exists()), places[-1])
 
 
 def _remove(container: Any) -> None:

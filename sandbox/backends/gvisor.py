@@ -1,4 +1,4 @@
-"""The gVisor tier: a kernel of its own in user space between a sandbox and this machine, by `runsc` without a daemon.
+"""The gVisor tier: by `runsc`, without a daemon, a kernel in user space between a sandbox and this machine.
 
 Commands never reach the host's kernel: gVisor answers their system calls, and itself makes few. The price is
 time (a command takes tens of milliseconds with the old ptrace platform). The main process is the resident
@@ -14,14 +14,15 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from dataclasses import replace as changed
 from pathlib import Path
 from typing import Any
 
-from sandbox.backends.base import COMMAND_UID, Started, agent_command
+from sandbox.backends.base import COMMAND_UID, Started, agent_command, refuse_layers
 from sandbox.backends.cgroups import Cgroup, controllers, leave, sweep
-from sandbox.errors import InfrastructureError, PolicyError
+from sandbox.errors import InfrastructureError
 from sandbox.toolkit import build
 from sandbox.types import Capabilities, Limits, SandboxSpec
 
@@ -66,34 +67,29 @@ class Gvisor:
     name = "gvisor"
 
     def __init__(self, state_dir: Path | None = None) -> None:
-        self._folder = state_dir.absolute() / "gvisor" if state_dir is not None else None
+        self._folder = _folder_of(state_dir) if state_dir is not None else None
         self._agent: Path | None = None
         self._works, self._lists = False, True
         self._probing = asyncio.Lock()
 
     async def missing(self) -> str:
         """Returns what this machine lacks; tries a sandbox for real, once."""
-        if shutil.which("runsc") is None:
-            return f"runsc is not installed ({INSTALL})"
-        if os.geteuid() != 0:
-            return "runsc needs root here"
-        if not Path(_PYTHON).exists():
-            return f"there is no {_PYTHON} (as root: apt-get install python3)"
-        if not controllers() >= _NEEDED:
-            return "there are no control groups of memory and pids that this process may make"
+        if lacking := _lacking():
+            return lacking
         async with self._probing:
             return "" if self._works else await self._probe()
 
     def capabilities(self) -> Capabilities:
         """Returns what holds here.
 
-        Memory is bounded for each process by an error of allocation, and for all by the end of the sandbox.
+        Memory is bounded for each process by an error of allocation, and for all by the end of the sandbox;
+        so is the number of processes, which gVisor itself does not limit.
         """
         held = controllers()
         return Capabilities(
             images=False,
             memory_limit="memory" in held,
-            process_limit="pids" in held,
+            process_limit=False,
             cpu_limit="cpu" in held,
             inode_limit=False,
             separate_users=True,
@@ -108,13 +104,10 @@ class Gvisor:
         """Starts one sandbox.
 
         Raises:
-            PolicyError: An image was asked for.
+            PolicyError: An image or a layer was asked for.
             InfrastructureError: runsc could not be started.
         """
-        if spec.image:
-            raise PolicyError(
-                f"the gvisor backend has no images (asked for {spec.image!r}); use sandbox.backend=docker"
-            )
+        refuse_layers(self.name, spec)
         if problem := await self.missing():
             raise InfrastructureError(f"runsc cannot be used any more: {problem}")
         assert self._folder is not None, "a backend without a state folder only looks around"
@@ -143,8 +136,12 @@ class Gvisor:
     async def reclaim(self, state_dir: Path) -> list[str]:
         """Ends what is left of an earlier node's sandboxes, by control group, and removes their records."""
         left = await asyncio.to_thread(sweep)
-        await asyncio.to_thread(shutil.rmtree, state_dir.absolute() / "gvisor", True)
+        await asyncio.to_thread(shutil.rmtree, _folder_of(state_dir), True)
         return left
+
+    async def reap(self, held: Callable[[], Set[str]]) -> list[str]:
+        """Sandboxes are what runs in their control groups, of which the node's reaper takes care."""
+        return []
 
     def leave(self) -> None:
         """Removes what is shared between the node's sandboxes."""
@@ -191,8 +188,29 @@ class Gvisor:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-        self._works, self._lists = out.startswith(b"here\n"), out.endswith(b"/tmp\n")
-        return "" if self._works else f"runsc cannot run a sandbox here: {_last_line(problem)}"
+        self._lists = out.endswith(b"/tmp\n")
+        self._works = out.startswith(b"here\n") and (self._lists or os.path.exists(_BUSYBOX))
+        if not out.startswith(b"here\n"):
+            return f"runsc cannot run a sandbox here: {_last_line(problem)}"
+        if not self._works:
+            return "this runsc is too old for `ls`: get a newer one or, as root, apt-get install busybox"
+        return ""
+
+
+def _folder_of(state_dir: Path) -> Path:
+    return state_dir.absolute() / "gvisor"
+
+
+def _lacking() -> str:
+    if shutil.which("runsc") is None:
+        return f"runsc is not installed ({INSTALL})"
+    if os.geteuid() != 0:
+        return "runsc needs root here"
+    if not os.path.exists(_PYTHON):
+        return f"there is no {_PYTHON} (as root: apt-get install python3)"
+    if not controllers() >= _NEEDED:
+        return "there are no control groups of memory and pids that this process may make"
+    return ""
 
 
 def _make_bundle(base: Path, name: str, argv: list[str], mounts: list[dict[str, Any]]) -> _Bundle:
@@ -220,7 +238,7 @@ def _started(process: asyncio.subprocess.Process, cgroup: Cgroup, bundle: _Bundl
     async def pause(stop: bool) -> None:
         await cgroup.freeze(stop)
 
-    return Started(stdout, stdin, kill, oom_kills, pause if cgroup.freezes else None)
+    return Started(stdout, stdin, kill, oom_kills, pause if cgroup.freezes else None, lambda: cgroup.folders)
 
 
 async def _delete(bundle: _Bundle) -> None:

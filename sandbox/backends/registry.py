@@ -7,6 +7,7 @@ from pathlib import Path
 from sandbox.backends.base import AUTO, Backend
 from sandbox.backends.bubblewrap import Bubblewrap
 from sandbox.backends.docker import Docker
+from sandbox.backends.function import Function
 from sandbox.backends.gvisor import Gvisor
 from sandbox.errors import BackendMissingError
 from sandbox.layers.compose import Composer
@@ -20,7 +21,8 @@ _GET_ONE = (
 def backends(state_dir: Path | None = None) -> dict[str, Backend]:
     """Returns the backends for the node of a state folder."""
     composer = Composer(state_dir) if state_dir else None
-    among = (Docker(state_dir), Bubblewrap(state_dir, composer), Gvisor(state_dir))
+    docker, light = Docker(state_dir, composer), Bubblewrap(state_dir, composer)
+    among: tuple[Backend, ...] = (docker, light, Gvisor(state_dir), Function(state_dir))
     return {backend.name: backend for backend in among}
 
 

@@ -1,1 +1,1 @@
-"""An HTTP front for clients of the E2B SDK: the same sandboxes, projects and quotas under another interface."""
+"""An HTTP front for clients of the E2B SDK: the same fleet under another interface."""

@@ -43,6 +43,10 @@ async def read_body(request: web.Request, most: int = MAX_MESSAGE) -> bytes:
     return bytes(data)
 
 
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
+
 def parse(data: bytes) -> Message:
     """Returns a message.
 
@@ -50,12 +54,18 @@ def parse(data: bytes) -> Message:
         E2BError: It is no JSON object.
     """
     try:
-        message: object = json.loads(data or b"{}")
+        message: object = json.loads(data or b"{}", parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise E2BError(BAD, "the request is not JSON") from error
     if not isinstance(message, dict):
         raise E2BError(BAD, "the request is not a JSON object")
     return cast("Message", message)
+
+
+def part(message: Message, name: str) -> Message:
+    """Returns the object that a message has under a name; an empty one when it has none."""
+    value: object = message.get(name)
+    return cast("Message", value) if isinstance(value, dict) else {}
 
 
 def check_type(request: web.Request, *, stream: bool) -> None:
@@ -139,6 +149,11 @@ async def answer_stream(
     await response.write(envelope(end, _LAST))
     await response.write_eof()
     return response
+
+
+async def once(message: Message) -> AsyncIterator[Message]:
+    """Yields one message."""
+    yield message
 
 
 def envelope(message: Message, flags: int = 0) -> bytes:

@@ -74,7 +74,7 @@ class Control:
 
     def _served(self, handler: Handler) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def serve(request: web.Request) -> web.Response:
-            who: Principal = request["who"]
+            who = self._keys.caller(request.headers.get("X-API-Key", ""))
             return await handler(Call(who, FrontLink(self._watched(who)), request))
 
         return serve

@@ -5,7 +5,6 @@ from __future__ import annotations
 import posixpath
 import stat
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from datetime import UTC, datetime
 
 from aiohttp import web
@@ -25,7 +24,7 @@ _TYPES = {"file": "FILE_TYPE_FILE", "dir": "FILE_TYPE_DIRECTORY", "link": "FILE_
 async def look(inside: Inside, request: web.Request, message: Message) -> Message:
     """Describes a path."""
     _check_user(request)
-    return {"entry": await _entry(inside, await inside.box.stat(inside.path(message.get("path"))))}
+    return {"entry": _entry(await inside.box.stat(inside.path(message.get("path"))))}
 
 
 async def list_folder(inside: Inside, request: web.Request, message: Message) -> Message:
@@ -38,7 +37,7 @@ async def list_folder(inside: Inside, request: web.Request, message: Message) ->
     if (await inside.box.stat(path)).kind == "file":
         raise E2BError(BAD, f"{path} is not a folder")
     found = [info async for info in _walk(inside, path, depth)]
-    return {"entries": [await _entry(inside, info) for info in found]}
+    return {"entries": [_entry(info) for info in found]}
 
 
 async def make_folder(inside: Inside, request: web.Request, message: Message) -> Message:
@@ -56,7 +55,7 @@ async def make_folder(inside: Inside, request: web.Request, message: Message) ->
         if outcome.result.exit_code != 0:
             why = outcome.result.stderr.decode(errors="replace").strip()
             raise FileError(f"unpack of {path!r} in the sandbox failed: {why}")
-    return {"entry": await _entry(inside, await inside.box.stat(path))}
+    return {"entry": _entry(await inside.box.stat(path))}
 
 
 async def move(inside: Inside, request: web.Request, message: Message) -> Message:
@@ -65,7 +64,7 @@ async def move(inside: Inside, request: web.Request, message: Message) -> Messag
     source, to = inside.path(message.get("source")), inside.path(message.get("destination"))
     await inside.box.stat(source)
     await inside.box.move(source, to)
-    return {"entry": await _entry(inside, await inside.box.stat(to))}
+    return {"entry": _entry(await inside.box.stat(to))}
 
 
 async def remove(inside: Inside, request: web.Request, message: Message) -> Message:
@@ -75,7 +74,7 @@ async def remove(inside: Inside, request: web.Request, message: Message) -> Mess
     return {}
 
 
-async def watch(inside: Inside, request: web.Request) -> AsyncIterator[Message]:
+async def watch(inside: Inside, request: web.Request, message: Message) -> AsyncIterator[Message]:
     """Refuses to watch a folder."""
     raise _no_watching()
     yield {}
@@ -108,21 +107,22 @@ async def _walk(inside: Inside, path: str, depth: int) -> AsyncIterator[FileInfo
                 folders.append((info.path, left - 1))
 
 
-async def _entry(inside: Inside, info: FileInfo) -> Message:
-    """Returns a path as clients know it: of a link, the type of what it leads to."""
-    target, shown = posixpath.normpath(posixpath.join(posixpath.dirname(info.path), info.target)), info
-    if info.kind == "link":
-        try:
-            shown = replace(info, kind=(await inside.box.stat(target)).kind)
-        except FileError:
-            shown = info
+def _entry(info: FileInfo) -> Message:
+    """Returns a path as clients know it."""
+    path = _text(info.path)
+    target = posixpath.normpath(posixpath.join(posixpath.dirname(path), _text(info.target)))
     owner = "root" if info.uid == 0 else "user"
     link = {"symlinkTarget": target, "isSymlink": True} if info.kind == "link" else {}
     return {
-        "name": posixpath.basename(info.path), "path": info.path, "size": str(info.size), "mode": info.mode,
-        "type": _TYPES.get(shown.kind, "FILE_TYPE_UNSPECIFIED"), "permissions": stat.filemode(info.mode)[1:],
+        "name": posixpath.basename(path), "path": path, "size": str(info.size), "mode": info.mode,
+        "type": _TYPES.get(info.kind, "FILE_TYPE_UNSPECIFIED"), "permissions": stat.filemode(info.mode)[1:],
         "owner": owner, "group": owner, "modifiedTime": _time(info.mtime), **link,
     }  # fmt: skip
+
+
+def _text(name: str) -> str:
+    """Returns a name as text, whatever bytes a sandbox has put into it."""
+    return name.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def _time(nanoseconds: int) -> str:

@@ -93,5 +93,5 @@ def number_of(name: str) -> int | None:
         return int(name)
     raise E2BError(
         BAD,
-        f"there is no user {name[:40]!r}: commands run as 'user' or as a number from 1000 on, never as root",
+        f"there is no user {name[:40]!r}: commands run as 'user' or a number, never as root",
     )

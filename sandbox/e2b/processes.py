@@ -16,7 +16,7 @@ from typing import Any
 from aiohttp import web
 
 from sandbox.channel import Header
-from sandbox.e2b.connect import Message, deadline_of, only_message, read_messages
+from sandbox.e2b.connect import Message, deadline_of, part, read_messages
 from sandbox.e2b.inside import Inside, user_of
 from sandbox.e2b.status import BAD, MISSING, SLOW, E2BError
 from sandbox.errors import PolicyError
@@ -24,17 +24,18 @@ from sandbox.errors import PolicyError
 _ASK_S, _LOOK_S = 60.0, 15.0
 _LOG, _PIECE = 1 << 20, 1 << 18
 _INPUT_IDLE_S = 3600.0
+_SIZES = range(1, 10_001)
 _SIGNALS = {"SIGNAL_SIGTERM": 15, "SIGNAL_SIGKILL": 9, 15: 15, 9: 9}
 
 
-async def start(inside: Inside, request: web.Request) -> AsyncIterator[Message]:
+async def start(inside: Inside, request: web.Request, message: Message) -> AsyncIterator[Message]:
     """Starts a process and follows it.
 
     Raises:
         E2BError: The request is wrong, or the process's time is up.
         SandboxError: It cannot be started or the sandbox is gone.
     """
-    message, life_s, begun = await only_message(request), deadline_of(request), time.monotonic()
+    life_s, begun = deadline_of(request), time.monotonic()
     size = _size(message)
     header: Header = {
         **_command(inside, message), "pty": size, "flow": True, "life_s": life_s,
@@ -52,13 +53,13 @@ async def start(inside: Inside, request: web.Request) -> AsyncIterator[Message]:
         yield event
 
 
-async def connect(inside: Inside, request: web.Request) -> AsyncIterator[Message]:
-    """Follows a process that runs.
+async def connect(inside: Inside, request: web.Request, message: Message) -> AsyncIterator[Message]:
+    """Follows a process that runs, or gives what nobody has read of one that has ended.
 
     Raises:
         E2BError: There is none.
     """
-    process = await _find(inside, await only_message(request))
+    process = await _find(inside, message, ended=True)
     yield _event("start", {"pid": process["process"]})
     async for event in _follow(inside, process["process"], bool(process.get("pty"))):
         yield event
@@ -66,7 +67,7 @@ async def connect(inside: Inside, request: web.Request) -> AsyncIterator[Message
 
 async def listing(inside: Inside, request: web.Request, message: Message) -> Message:
     """Returns the processes that run."""
-    return {"processes": [_shown(process) for process in await _running(inside)]}
+    return {"processes": [_shown(process) for process in await _known(inside) if process["running"]]}
 
 
 async def update(inside: Inside, request: web.Request, message: Message) -> Message:
@@ -89,12 +90,12 @@ async def stream_input(inside: Inside, request: web.Request) -> Message:
     """Writes what comes to a process, in its order."""
     number = 0
     async for message in read_messages(request, _INPUT_IDLE_S):
-        if isinstance(message.get("start"), dict):
-            number = (await _find(inside, message["start"]))["process"]
-        elif isinstance(message.get("data"), dict):
+        if message.get("start"):
+            number = (await _find(inside, part(message, "start")))["process"]
+        elif message.get("data"):
             if not number:
                 raise E2BError(BAD, "a stream of input begins with its process")
-            await _do(inside, "input", number, _input(message["data"]), eof=False)
+            await _do(inside, "input", number, _input(part(message, "data")), eof=False)
     return {}
 
 
@@ -160,14 +161,11 @@ def _event(kind: str, value: Message) -> Message:
 
 
 def _command(inside: Inside, message: Message) -> Header:
-    config: Any = message.get("process")
-    if not isinstance(config, dict) or not isinstance(config.get("cmd"), str) or not config["cmd"]:
-        raise E2BError(BAD, "a process has a cmd")
-    args, env, cwd = config.get("args") or [], config.get("envs") or {}, config.get("cwd")
-    words = [config["cmd"], *args] if isinstance(args, list) else [None]
-    texts = [*words, *(text for pair in env.items() for text in pair)] if isinstance(env, dict) else [None]
-    if not all(isinstance(text, str) and "\0" not in text for text in texts):
-        raise E2BError(BAD, "args are texts without NUL, and envs map such texts to such")
+    config = part(message, "process")
+    args: Any = config.get("args") or []
+    words, env, cwd = [config.get("cmd") or None, *args], part(config, "envs"), config.get("cwd")
+    if not all(isinstance(text, str) and "\0" not in text for text in (*words, *env, *env.values())):
+        raise E2BError(BAD, "a process has a cmd, args and envs, which are texts without NUL")
     if message.get("tag"):
         raise E2BError(BAD, "processes are named by their pid here, not by a tag")
     folder = inside.path(cwd) if cwd else inside.home.cwd
@@ -177,45 +175,43 @@ def _command(inside: Inside, message: Message) -> Header:
 def _size(message: Message) -> tuple[int, int] | None:
     if not message.get("pty"):
         return None
-    size: Any = message["pty"].get("size") if isinstance(message["pty"], dict) else None
-    rows, columns = (size.get("rows"), size.get("cols")) if isinstance(size, dict) else (None, None)
-    for value in (rows, columns):
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= 10_000:
-            raise E2BError(BAD, "a terminal has 1 to 10000 rows and columns")
-    assert isinstance(rows, int)
-    assert isinstance(columns, int)
-    return rows, columns
+    rows, columns = (part(part(message, "pty"), "size").get(name) for name in ("rows", "cols"))
+    if (
+        isinstance(rows, int)
+        and isinstance(columns, int)
+        and 0 < min(rows, columns) <= max(rows, columns) <= 10_000
+    ):
+        return rows, columns
+    raise E2BError(BAD, "a terminal has 1 to 10000 rows and columns")
 
 
 def _input(message: Message) -> bytes:
-    given: Any = message.get("input")
-    texts: list[Any] = [given.get(name) for name in ("stdin", "pty")] if isinstance(given, dict) else []
-    text = next((text for text in texts if isinstance(text, str)), "")
+    given = part(message, "input")
+    text = given.get("stdin") or given.get("pty") or ""
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise E2BError(BAD, "input is base64") from error
 
 
-async def _running(inside: Inside) -> list[Message]:
+async def _known(inside: Inside) -> list[Message]:
     outcome = await inside.box.run({"op": "processes"}, b"", _ASK_S, 1024, True)
     return json.loads(outcome.extra)
 
 
-async def _find(inside: Inside, message: Message) -> Message:
-    selector: Any = message.get("process")
-    number = selector.get("pid") if isinstance(selector, dict) else None
+async def _find(inside: Inside, message: Message, *, ended: bool = False) -> Message:
+    number = part(message, "process").get("pid")
     if number is None:
         raise E2BError(BAD, "processes are named by their pid")
-    for process in await _running(inside):
-        if process["process"] == number:
+    for process in await _known(inside):
+        if process["process"] == number and (ended or process["running"]):
             return process
     raise E2BError(MISSING, f"no process {number!r} runs in the sandbox")
 
 
-async def _do(inside: Inside, op: str, number: int, body: bytes = b"", **fields: Any) -> None:
+async def _do(inside: Inside, op: str, process: int, body: bytes = b"", **fields: Any) -> None:
     try:
-        await inside.box.run({"op": op, "process": number, **fields}, body, _ASK_S, 1024)
+        await inside.box.run({"op": op, "process": process, **fields}, body, _ASK_S, 1024)
     except PolicyError as error:
         raise E2BError(MISSING, str(error)) from error
 

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
+from sandbox.e2b.connect import part
 from sandbox.e2b.status import BAD, E2BError
 from sandbox.e2b.templates import Template
 from sandbox.types import SandboxSpec
 
 VERSION = "0.6.1"
-"""Of the agent that clients are told of; it decides what they ask for. Files have no metadata before 0.6.2."""
+"""Of the agent that clients are told of; it decides what they ask for: before 0.6.2 no metadata of files."""
 
 DOMAIN = "no-ports.invalid"
 """Where a sandbox's ports are said to be: a name that nobody can own, so that no request goes astray."""
@@ -41,7 +42,7 @@ class Home:
         return cls(labels.get(_CWD, "/workspace"), json.loads(labels.get(_ENV, "{}")))
 
 
-def spec_of(template: Template, name: str, asked: Mapping[str, Any], life_s: float) -> SandboxSpec:
+def spec_of(template: Template, name: str, asked: _Json, life_s: float) -> SandboxSpec:
     """Returns the specification of a new sandbox: its template, with the client's metadata as labels.
 
     Raises:
@@ -68,15 +69,15 @@ def same_request(about: _Json, asked: Mapping[str, Any]) -> bool:
     return about["labels"].get(_DIGEST) == digest(asked)
 
 
-def texts(asked: Mapping[str, Any], field: str) -> dict[str, str]:
+def texts(asked: _Json, field: str) -> dict[str, str]:
     """Returns a field that maps texts to texts.
 
     Raises:
         E2BError: It does not.
     """
-    value: Any = asked.get(field) or {}
-    if not isinstance(value, dict) or not all(
-        isinstance(text, str) for pair in value.items() for text in pair
+    value = part({field: asked.get(field) or {}}, field)
+    if not isinstance(asked.get(field) or {}, dict) or not all(
+        isinstance(text, str) for text in value.values()
     ):
         raise E2BError(BAD, f"{field} maps texts to texts")
     return value

@@ -8,19 +8,29 @@ the nodes, which this front tells every few seconds that their owners are there.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
 
 from aiohttp import web
 
 from sandbox.audit import Audit
 from sandbox.e2b import filesystem, processes, transfer
 from sandbox.e2b.access import Keys
-from sandbox.e2b.connect import answer_stream, check_type, deadline_of, parse, read_body
+from sandbox.e2b.connect import (
+    Message,
+    answer_stream,
+    check_type,
+    deadline_of,
+    once,
+    only_message,
+    parse,
+    read_body,
+)
 from sandbox.e2b.control import Control, unoffered
 from sandbox.e2b.inside import Doors, Inside
 from sandbox.e2b.link import LEASE_S, OWNER, Watched
-from sandbox.e2b.status import BAD, GONE, UNAUTHENTICATED, E2BError, refusal, said, said_inside
+from sandbox.e2b.status import BAD, GONE, SLOW, UNAUTHENTICATED, E2BError, refusal, said, said_inside
 from sandbox.e2b.templates import Template
 from sandbox.errors import SandboxError
 from sandbox.server import Front
@@ -76,10 +86,8 @@ class E2BFront:
     async def tend(self) -> None:
         """Says every few seconds that the owners of the sandboxes are there, whoever made them."""
         while True:
-            try:
+            with _told():
                 await self._stay()
-            except SandboxError as error:
-                _LOG.warning("the nodes could not be told that this front lives: %s", error)
             await asyncio.sleep(PRESENT_S)
 
     async def _stay(self) -> None:
@@ -90,7 +98,8 @@ class E2BFront:
             if owner == OWNER and held["sandboxes"]:
                 client = {"owner": OWNER, "lease_s": LEASE_S}
                 header = {"op": "present", "nodes": held["nodes"], "client": client}
-                await self._front.act(Principal("e2b front", project), header, b"", _drop)
+                with _told():
+                    await self._front.act(Principal("e2b front", project), header, b"", _drop)
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -98,7 +107,7 @@ class E2BFront:
         rpc = request.content_type.startswith("application/") and request.path.startswith(_AGENT[:2])
         try:
             if not agent:
-                request["who"] = self._keys.caller(request.headers.get("X-API-Key", ""))
+                self._keys.caller(request.headers.get("X-API-Key", ""))
             elif not request.headers.get("X-Access-Token"):
                 raise E2BError(UNAUTHENTICATED, "this needs the access token (X-Access-Token) of the sandbox")
             else:
@@ -131,28 +140,39 @@ class E2BFront:
 
         return serve
 
-    def _stream(self, handler: Callable[..., object]) -> _Handler:
+    def _stream(self, handler: Callable[..., AsyncIterator[Message]]) -> _Handler:
         async def serve(request: web.Request) -> web.StreamResponse:
             check_type(request, stream=True)
+            deadline_s, message = deadline_of(request), await only_message(request)
             inside = await self._doors.open(request)
-            return await answer_stream(request, inside.box.id, handler(inside, request), deadline_of(request))
+            return await answer_stream(request, inside.box.id, handler(inside, request, message), deadline_s)
 
         return serve
 
     async def _input(self, request: web.Request) -> web.StreamResponse:
         check_type(request, stream=True)
-        inside = await self._doors.open(request)
-
-        async def once():
-            yield await processes.stream_input(inside, request)
-
-        return await answer_stream(request, inside.box.id, once(), deadline_of(request))
+        deadline_s, inside = deadline_of(request), await self._doors.open(request)
+        # A client stops sending once an answer has begun: all of it is taken first.
+        try:
+            async with asyncio.timeout(deadline_s):
+                said = await processes.stream_input(inside, request)
+        except TimeoutError as error:
+            raise E2BError(SLOW, f"the input took longer than the {deadline_s} s it was given") from error
+        return await answer_stream(request, inside.box.id, once(said), None)
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
         inside = await self._doors.open(request)
         if (await inside.link.describe(inside.box.id))[0]["paused"]:
             raise E2BError(GONE, f"The sandbox {inside.box.id} was not found running: it is paused")
         return web.Response(status=204)
+
+
+@contextlib.contextmanager
+def _told() -> Generator[None]:
+    try:
+        yield
+    except SandboxError as error:
+        _LOG.warning("the nodes could not be told that this front lives: %s", error)
 
 
 def _drop(which: int, data: bytes) -> None:

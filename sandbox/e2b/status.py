@@ -68,7 +68,7 @@ def said(error: SandboxError) -> E2BError:
 
 
 def said_inside(error: SandboxError, box: str) -> E2BError:
-    """Returns an error of the fleet as a sandbox's answer: its client looks for these words when one is gone."""
+    """Returns an error of the fleet as a sandbox's answer, in words by which clients know that it is gone."""
     if isinstance(error, LostError):
         return E2BError(GONE, f"The sandbox {box} was not found: {error}")
     if isinstance(error, RefusedError) and error.reason == "paused":

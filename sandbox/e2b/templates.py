@@ -43,7 +43,7 @@ class _File(BaseModel):
 
 
 def read_templates(path: Path | None) -> dict[str, Template]:
-    """Returns the templates of an operator's file by name; `base` is a plain sandbox unless it says otherwise.
+    """Returns the templates of an operator's file by name; `base` is plain unless it says otherwise.
 
     Raises:
         PolicyError: It cannot be read, or says what is not understood.

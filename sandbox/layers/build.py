@@ -1,7 +1,7 @@
 """Building layers: from a folder, from a Dockerfile, from an archive of a root; no registry anywhere.
 
-A Dockerfile is built in a root of its own, the layers of its FROM with a writable upper on a file of limited
-size. A base keeps the whole root; a workspace or toolkit keeps what was added to it, and knows over which base.
+A Dockerfile is built in a root of its own: the layer of its FROM with a writable upper on a file of limited
+size. A base keeps the whole root; a workspace or toolkit keeps what was added, and knows over which base.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sandbox.types import Limits
 
 _AT = {Kind.BASE: "/", Kind.WORKSPACE: "/workspace", Kind.TOOLKIT: "/"}
 ROOM = 4 << 30
-_INODES = 500_000
+_INODES, _BYTES_AN_INODE = 500_000, 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def _root(store: LayerStore, scratch: Path, base: Layer | None, room: int) -> Ge
     place.mkdir()
     with contextlib.ExitStack() as stack:
         if os.geteuid() == 0:
-            limits = Limits(disk_bytes=room, tmpfs_inodes=_INODES)
+            limits = Limits(disk_bytes=room, tmpfs_inodes=min(_INODES, room // _BYTES_AN_INODE))
             device = stack.enter_context(disk(scratch, limits))
             mount(device.encode(), os.fsencode(place), b"ext4", NO_SUID | NO_DEV)
             stack.callback(unmount, place)
@@ -173,7 +173,7 @@ class _Building:
 
     @property
     def values(self) -> dict[str, str]:
-        return {**self.arguments, **self.env}
+        return {"PATH": steps.PATH, **self.arguments, **self.env}
 
     def argument(self, step: Step) -> None:
         name, sign, value = step.rest.partition("=")

@@ -19,10 +19,11 @@ from sandbox.layers.built_in import ensure_base
 from sandbox.layers.mounts import mounts_below, unmount
 from sandbox.layers.records import Kind, Layer
 from sandbox.layers.store import IMAGE, TREE, LayerStore
-from sandbox.types import Capabilities, SandboxSpec
+from sandbox.types import SandboxSpec
 
 MOUNTS, LAYERS = "mounts", "layers"
-NEEDS = "use bubblewrap, with the node run by root on a kernel with overlay"
+NO_PRELOAD = "skeleton/etc/ld.so.preload"
+"""Below the folder of mounts: an empty file."""
 
 
 @dataclass(slots=True)
@@ -41,18 +42,6 @@ class Composed:
     layers: tuple[Layer, ...]
     trees: tuple[Path, ...]
     env: dict[str, str] = field(default_factory=dict[str, str])
-
-
-def check_offered(spec: SandboxSpec, capabilities: Capabilities, backend: str) -> None:
-    """Returns when a backend offers the layers and the disk that a specification asks for.
-
-    Raises:
-        PolicyError: It does not.
-    """
-    if (spec.workspace or spec.toolkit) and not capabilities.layers:
-        raise PolicyError(f"the {backend} backend has no layers here (capability layers): {NEEDS}")
-    if spec.limits.disk_bytes and not capabilities.disk_file:
-        raise PolicyError(f"the {backend} backend has no disk_bytes here (capability disk_file): {NEEDS}")
 
 
 class Composer:
@@ -92,8 +81,12 @@ class Composer:
             toolkit=toolkit.digest if toolkit else "",
         )
 
-    def acquire(self, spec: SandboxSpec) -> Composed:
+    def acquire(self, spec: SandboxSpec, *, base: bool = True) -> Composed:
         """Returns the layers of a sandbox, verified and mounted; `release` gives them back.
+
+        Args:
+            spec: What is asked for.
+            base: Whether a base is among them: that of the image, or the built-in one.
 
         Raises:
             PolicyError: This machine cannot compose.
@@ -102,8 +95,9 @@ class Composer:
         if problem := self.missing():
             raise PolicyError(problem)
         spec = self.pinned(spec)
-        base = self.store.get(spec.image, Kind.BASE) if spec.image else ensure_base(self.store)
-        wanted = [base]
+        wanted: list[Layer] = []
+        if base:
+            wanted.append(self.store.get(spec.image, Kind.BASE) if spec.image else ensure_base(self.store))
         wanted += [self.store.get(digest) for digest in (spec.workspace, spec.toolkit) if digest]
         trees: list[Path] = []
         env: dict[str, str] = {}
@@ -170,7 +164,8 @@ class Composer:
             for name, mode in _SKELETON:
                 (draft / name).mkdir(parents=True)
                 (draft / name).chmod(mode)
-            (draft / "etc/ld.so.preload").touch(0o644)
+            (draft / "etc/ld.so.preload").touch()
+            (draft / "etc/ld.so.preload").chmod(0o644)
             draft.chmod(0o755)
             with contextlib.suppress(OSError):  # another thread was faster
                 draft.rename(skeleton)
@@ -199,7 +194,7 @@ class Composer:
         for path in mounts_below(self.mounts):
             with contextlib.suppress(OSError):
                 unmount(path)
-                left.append(f"mount {path.relative_to(self.mounts)}")
+                left.append(f"mount {path.name}")
         shutil.rmtree(self.mounts, ignore_errors=True)
         return left
 

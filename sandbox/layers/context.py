@@ -69,9 +69,8 @@ class Context:
         else:
             prefix = f"{place}/{source.name}" if into else place
             items = read_tree(source.resolve(), LIMITS, links_out=True)
-        prefix = inside(root, prefix)
         mode = int(step.flags["chmod"], 8) if step.flags.get("chmod") else None
-        write(_placed(items, prefix, mode), root)
+        write(_placed(items, root, prefix, mode), root)
 
     def _tree(self, source: Path) -> Iterator[Item]:
         for entry, data in read_tree(source, LIMITS, links_out=True):
@@ -93,9 +92,12 @@ class Context:
         return out
 
 
-def _placed(items: Iterator[Item], prefix: str, mode: int | None) -> Iterator[Item]:
+def _placed(items: Iterator[Item], root: Path, prefix: str, mode: int | None) -> Iterator[Item]:
+    """Yields entries at their place in a root, in which folders may be links to others."""
     for entry, data in items:
-        path = prefix if entry.path == "." else f"{prefix}/{entry.path}".lstrip("/")
-        if path and not (entry.path == "." and entry.kind == "dir" and not prefix):
+        path = prefix if entry.path == "." else f"{prefix}/{entry.path}"
+        folder, _, name = path.rpartition("/")
+        path = inside(root, path) if entry.kind == "dir" else f"{inside(root, folder)}/{name}".lstrip("/")
+        if path:
             change = {"mode": mode} if mode is not None and entry.kind == "file" else {}
             yield replace(entry, path=path, **change), data

@@ -54,6 +54,7 @@ def own_namespace() -> None:
 def mounts_below(folder: Path) -> list[Path]:
     """Returns where something is mounted at or below a folder, the latest first."""
     found: list[Path] = []
+    folder = folder.resolve()
     for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
         path = Path(os.fsdecode(line.split()[4].decode("unicode_escape").encode("latin-1")))
         if path == folder or folder in path.parents:
@@ -73,6 +74,7 @@ def loop_device(file: Path) -> Generator[str]:
         stack.callback(os.close, backing)
         control = os.open("/dev/loop-control", os.O_RDWR | os.O_CLOEXEC)
         stack.callback(os.close, control)
+        path = ""
         for attempt in range(_TRIES):
             path = f"/dev/loop{fcntl.ioctl(control, _LOOP_GET_FREE)}"
             device = os.open(path, os.O_RDWR | os.O_CLOEXEC)

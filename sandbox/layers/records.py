@@ -65,10 +65,11 @@ class Layer:
         Raises:
             LayerError: It is of another format.
         """
-        fields = dict(data)
+        fields: dict[str, Any] = dict(data)
         if (version := fields.pop("format", None)) != FORMAT:
             raise LayerError(f"a layer of format {version!r}, where {FORMAT} is known: build it again")
-        return cls(**{**fields, "kind": Kind(fields["kind"]), "config": Config(**fields["config"])})
+        fields["kind"], fields["config"] = Kind(fields["kind"]), Config(**fields["config"])
+        return cls(**fields)
 
 
 def is_digest(reference: str) -> bool:

@@ -27,6 +27,11 @@ _BECOME = (
     "os.execvpe(sys.argv[3], sys.argv[3:], os.environ)"
 )
 _TAIL = 2000
+_ROOT = ("", "0", "root")
+_MOUNTED = ("proc", "dev", "run", "etc")
+_KERNEL = ("sys", "fs", "acpi", "scsi", "driver", "irq", "bus")
+_KERNEL_FILES = ("sysrq-trigger", "kcore", "mtrr")
+"""What of /proc answers to the number of a user that is root outside too, whatever capabilities it has."""
 
 
 def run(
@@ -55,7 +60,7 @@ def run(
     Raises:
         LayerError: It failed, or took too long; says what it said last.
     """
-    for name in ("proc", "dev", "run", "tmp", "etc"):
+    for name in _MOUNTED:
         if (root / name).is_symlink():  # it would lead a mount out of the root
             raise LayerError(f"/{name} is a link in the root, where a command has something mounted")
         (root / name).mkdir(exist_ok=True)
@@ -70,7 +75,7 @@ def run(
         with os.fdopen(writing, "wb") as file:
             file.write(base64.b64decode(seccomp.program()))
         filters = ["--seccomp", str(reading)] if seccomp.program() else []
-        command = [*_namespaces(root, env, cwd, network), *filters, *_control(control), "--", *words]
+        command = [*_namespaces(root, env, cwd, network), *filters, *_control(control, user), "--", *words]
         try:
             done = subprocess.run(
                 cgroup.wrap(command), stdin=subprocess.DEVNULL, stdout=output, stderr=output,
@@ -102,6 +107,10 @@ def _namespaces(root: Path, env: Mapping[str, str], cwd: str, network: bool) -> 
     for capability in _CAPABILITIES:
         yield from ("--cap-add", f"CAP_{capability}")
     yield from ("--bind", str(root), "/", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/run")
+    for name in _KERNEL:
+        yield from ("--ro-bind-try", f"/proc/{name}", f"/proc/{name}")
+    for name in (name for name in _KERNEL_FILES if os.path.exists(f"/proc/{name}")):
+        yield from ("--ro-bind", "/dev/null", f"/proc/{name}")
     if network:
         yield from ("--ro-bind-try", "/etc/resolv.conf", "/etc/resolv.conf")
     for name, value in {"PATH": PATH, "HOME": "/root", **env}.items():
@@ -109,14 +118,16 @@ def _namespaces(root: Path, env: Mapping[str, str], cwd: str, network: bool) -> 
     yield from ("--chdir", cwd)
 
 
-def _control(control: Control) -> Iterator[str]:
+def _control(control: Control, user: str) -> Iterator[str]:
+    if user.partition(":")[0] in _ROOT:
+        return
     yield from ("--ro-bind", str(control.folder), bwrap.AGENT_AT)
     yield from ("--ro-bind", str(control.library), f"{bwrap.AGENT_AT}/lib/{control.library.name}")
 
 
 def _become(root: Path, user: str, control: Control) -> list[str]:
     name, _, group = user.partition(":")
-    if name in ("", "0", "root"):
+    if name in _ROOT:
         return []
     uid = gid = int(name) if name.isdigit() else -1
     passwd = root / inside(root, "/etc/passwd")

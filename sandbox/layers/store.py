@@ -21,7 +21,7 @@ import os
 import secrets
 import shutil
 import subprocess
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,14 +99,9 @@ class LayerStore:
             f"there is no {what} {reference!r} in {self.folder}; {known} (`temper sandbox layer`)"
         )
 
-    def all(self) -> Iterator[Layer]:
-        """Yields every layer, with a name or without.
-
-        Raises:
-            LayerError: One is damaged.
-        """
-        for place in self._places():
-            yield self.get(f"sha256:{place.name}")
+    def digests(self) -> list[str]:
+        """Returns the digests of all layers, with a name or without, whole or damaged."""
+        return [f"sha256:{place.name}" for place in self._places()]
 
     def _places(self) -> list[Path]:
         return sorted(path for path in self.folder.glob("*") if is_digest(f"sha256:{path.name}"))

@@ -68,7 +68,11 @@ def _apply(tar: tarfile.TarFile, root: Path) -> None:
         target = root / _checked(_name(member))
         if any(path.is_symlink() for path in (source, *source.parents) if root in path.parents):
             raise LayerError(f"{member.name!r} is a hard link through a link")
-        if source.is_file() and not target.exists() and root in target.parent.resolve().parents | {root}:
+        if (
+            source.is_file()
+            and not target.exists()
+            and target.parent.resolve().is_relative_to(root.resolve())
+        ):
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, target)
         else:

@@ -150,16 +150,16 @@ def _empty(folder: Path) -> None:
 
 
 def _settle(found: Found) -> None:
-    if os.geteuid() == 0:
-        uid = 0 if found.path in _ROOTS else COMMAND_UID
-        if (found.info.st_uid, found.info.st_gid) != (uid, uid):
-            os.lchown(found.full, uid, uid)
+    uid = 0 if found.path in _ROOTS else COMMAND_UID
+    moved = os.geteuid() == 0 and (found.info.st_uid, found.info.st_gid) != (uid, uid)
+    if moved:
+        os.lchown(found.full, uid, uid)
     if found.kind in ("file", "dir"):
         mode = 0o1777 if found.path in _OPEN else found.info.st_mode & 0o755
         mode |= 0o700 if found.kind == "dir" else 0
         mode = 0o755 if found.path in _ROOTS else mode
-        if stat.S_IMODE(found.info.st_mode) != mode or found.kind == "file":
-            os.chmod(found.full, mode)  # also after a change of owner, which may have cleared bits
+        if moved or stat.S_IMODE(found.info.st_mode) != mode:  # a change of owner may clear bits
+            os.chmod(found.full, mode)
 
 
 def content(root: Path) -> Iterator[tuple[str, ...]]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sandbox.errors import InfrastructureError, RefusedError
-from sandbox.layers.mounts import NO_DEV, NO_SUID, loop_device, mount, own_namespace
+from sandbox.layers.mounts import NO_DEV, NO_SUID, loop_device, mount, own_namespace, unmount
 from sandbox.types import Limits
 
 BOX, PLACES = "box", ("tmp", "workspace", "shm")
@@ -52,6 +52,7 @@ class Private:
     trees: tuple[Path, ...]
     device: str
     pipe: tuple[int, int]
+    others: tuple[Path, ...]
 
     def why(self) -> str:
         """Returns what went wrong in the child."""
@@ -67,6 +68,9 @@ class Private:
         """
         try:
             own_namespace()
+            for other in self.others:  # what the node has mounted for others would live as long as this one
+                with contextlib.suppress(OSError):
+                    unmount(other)
             self._mount()
         except OSError as error:
             os.write(self.pipe[1], str(error).encode())
@@ -77,7 +81,7 @@ class Private:
         if self.device:
             mount(self.device.encode(), box, b"ext4", _FLAGS)
         elif self.trees:
-            mount(b"tmpfs", box, b"tmpfs", _FLAGS, _tmpfs(self.limits, 0o755))
+            mount(b"tmpfs", box, b"tmpfs", _FLAGS, tmpfs(self.limits, 0o755))
         else:
             mount(b"tmpfs", box, b"tmpfs", _FLAGS, b"size=64k,nr_inodes=16,mode=755")
         names = ("pts", *(("upper", "work", "root", "shm") if self.trees else PLACES))
@@ -87,7 +91,7 @@ class Private:
         mount(b"devpts", box + b"/pts", b"devpts", NO_SUID, _TERMINALS)
         for name in PLACES:
             if name == "shm" or not (self.trees or self.device):
-                mount(b"tmpfs", box + b"/" + name.encode(), b"tmpfs", _FLAGS, _tmpfs(self.limits, 0o1777))
+                mount(b"tmpfs", box + b"/" + name.encode(), b"tmpfs", _FLAGS, tmpfs(self.limits, 0o1777))
             elif not self.trees:
                 os.chmod(box + b"/" + name.encode(), 0o1777)
         if self.trees:
@@ -110,7 +114,8 @@ def _escaped(path: str) -> str:
     return path.replace("\\", "\\\\").replace(":", "\\:").replace(",", "\\,")
 
 
-def _tmpfs(limits: Limits, mode: int) -> bytes:
+def tmpfs(limits: Limits, mode: int) -> bytes:
+    """Returns the options of a tmpfs with the limits of a sandbox."""
     inodes = limits.tmpfs_inodes + _OWN_INODES
     return f"size={limits.tmpfs_bytes},nr_inodes={inodes},mode={mode:o}".encode()
 
@@ -135,7 +140,8 @@ def private(mounts: Path, limits: Limits, trees: tuple[Path, ...]) -> Generator[
             stack.callback(os.close, fd)
         os.set_blocking(pipe[0], False)
         device = stack.enter_context(disk(mounts, limits)) if limits.disk_bytes else ""
-        yield Private(mounts, limits, trees, device, pipe)
+        others = tuple(path for path in mounts.iterdir() if path not in trees and path.name != BOX)
+        yield Private(mounts, limits, trees, device, pipe, others)
 
 
 @contextlib.contextmanager
@@ -153,7 +159,7 @@ def disk(mounts: Path, limits: Limits) -> Generator[str]:
             if room.f_bavail * room.f_frsize < limits.disk_bytes + _RESERVE:
                 raise RefusedError(f"the disk of {mounts} has no {limits.disk_bytes >> 20} MiB left", "disk")
             os.posix_fallocate(file.fileno(), 0, limits.disk_bytes)
-        command = ["mkfs.ext4", "-q", "-F", "-m", "0", "-O", "^has_journal", "-E", "nodiscard"]
+        command = ["mkfs.ext4", "-q", "-F", "-m", "0", "-O", "^has_journal", "-E", "nodiscard", "-b", "4096"]
         command += ["-N", str(limits.tmpfs_inodes + _OWN_INODES), str(path)]
         done = subprocess.run(command, capture_output=True, check=False)
         if done.returncode:

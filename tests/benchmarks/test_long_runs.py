@@ -10,7 +10,10 @@ import pytest
 pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(7200)]
 
 
-@pytest.mark.parametrize("module", ["calc", "kills", "engine", "policy_speed", "rollout_sim", "wal"])
+FLEET = ["sandbox_fleet", "sandbox_kills", "sandbox_recovery", "sandbox_soak"]
+
+
+@pytest.mark.parametrize("module", ["calc", "kills", "engine", "policy_speed", "rollout_sim", "wal", *FLEET])
 def test_benchmark_shows_what_it_claims(module: str) -> None:
     done = subprocess.run([sys.executable, "-m", f"benchmarks.{module}"], check=False)
     assert done.returncode == 0

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from sandbox.client import Fleet, RemoteBox
+from sandbox.layers.built_in import ensure_base
+from sandbox.layers.store import LayerStore
 from sandbox.types import Limits, SandboxSpec
 
 SPEC = SandboxSpec(limits=Limits(memory_bytes=128 << 20, tmpfs_bytes=8 << 20, tmpfs_inodes=2000))
@@ -21,7 +23,7 @@ GVISOR = pytest.param("gvisor", marks=[pytest.mark.gvisor, pytest.mark.slow])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Runs what asks for a `backend` on each; a module that says `ON_GVISOR = True` also on that, which is slow."""
+    """Runs what asks for a `backend` on each, in a module with `ON_GVISOR = True` also on the slow one."""
     if "backend" in metafunc.fixturenames:
         on_gvisor = getattr(metafunc.module, "ON_GVISOR", False)
         metafunc.parametrize("backend", [*BACKENDS, *([GVISOR] if on_gvisor else [])])
@@ -38,3 +40,11 @@ async def fleet(backend: str, state_dir: Path, request: pytest.FixtureRequest) -
 @pytest.fixture
 async def box(fleet: Fleet) -> RemoteBox:
     return await fleet.create(SPEC)
+
+
+@pytest.fixture(scope="session")
+def layered_state(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A state folder whose store has the built-in base layer."""
+    folder = tmp_path_factory.mktemp("layered")
+    ensure_base(LayerStore(folder / "layers"))
+    return folder

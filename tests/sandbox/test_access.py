@@ -10,17 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sandbox.audit import Audit, asked
-from sandbox.channel import encode
 from sandbox.errors import PolicyError, RefusedError
 from sandbox.journal import digest
 from sandbox.limiter import StartRate
 from sandbox.metrics import Metrics
-from sandbox.outcome import Outcome
 from sandbox.placement import Room
 from sandbox.quotas import Ledger
 from sandbox.serving import Bind
 from sandbox.tokens import TOKEN, TOKEN_FILE, Quota, fresh_token, read_access, read_token
-from sandbox.wire import reply_from
 
 
 def access_file(path: Path, **changes: object) -> tuple[Path, str]:
@@ -202,16 +199,3 @@ def test_the_audit_log_has_the_digest_of_a_command_and_not_the_command() -> None
     fields = asked({"op": "run", "box": "n.1", "command": command}, b"secret")
     assert "secret" not in json.dumps(fields)
     assert fields == {"box": "n.1", "command": "exec", "digest": digest(command, b"secret"), "bytes_in": 6}
-
-
-def test_a_reply_of_version_1_becomes_one_of_version_2() -> None:
-    """The recorded reply of a version 1 server to `echo out; echo err >&2; kill -9 $$`."""
-    reply = {
-        "exit_code": 137, "truncated": False, "timed_out": False, "oom": False, "duration_s": 0.01,
-        "stdout_bytes": 4,
-    }  # fmt: skip
-    body = b"out\nerr\n"
-    assert len(encode(reply, body)) > len(body)
-    result = Outcome.of(reply_from(1, reply, body), body).result
-    assert (result.exit_code, result.signal, result.stdout, result.stderr) == (137, 9, b"out\n", b"err\n")
-    assert reply_from(2, {"exit_code": 1}, b"") == {"exit_code": 1}

@@ -20,7 +20,8 @@ from sandbox.client import Fleet
 from sandbox.errors import LostError, PolicyError, RefusedError
 from sandbox.tokens import NODE_TOKEN, TOKEN, fresh_token
 from sandbox.types import Limits, SandboxSpec
-from sandbox.wire import API, TYPE, VERSION
+from sandbox.versions import API
+from sandbox.wire import TYPE, VERSION
 
 ROOT = Path(__file__).parents[2]
 SMALL = SandboxSpec(limits=Limits(memory_bytes=64 << 20))
@@ -265,10 +266,10 @@ async def test_every_path_wants_a_token_and_a_version_that_is_served(cluster: Cl
                 assert "error" in (await read_frame(response.content))[0]
 
 
-async def test_a_client_of_version_1_is_served(cluster: Cluster) -> None:
-    """The recorded calls of a version 1 client: create, run, close."""
-    calls = json.loads((ROOT / "tests/data/sandbox_api/version_1.json").read_text())
-    headers = {"Authorization": f"Bearer {cluster.tokens['alice']}", "Content-Type": TYPE, VERSION: "1"}
+async def test_a_client_of_version_2_is_served(cluster: Cluster) -> None:
+    """The recorded calls of a version 2 client: create, run, files, processes, close."""
+    calls = json.loads((ROOT / "tests/data/sandbox_api/version_2.json").read_text())
+    headers = {"Authorization": f"Bearer {cluster.tokens['alice']}", "Content-Type": TYPE, VERSION: "2"}
     box = ""
     async with aiohttp.ClientSession() as session:
         for call in calls:

@@ -241,7 +241,7 @@ async def test_a_replay_that_ends_differently_is_a_hard_error(own: Path) -> None
         with pytest.raises(JournalMismatchError, match=r"command 2 \(exec false\) gave 1, not 0"):
             await fleet.attach(box.id, replay=True)
         assert await fleet.boxes() == []
-    assert Journal.open(path).generation == 1
+        assert Journal.open(path).generation == 1
 
 
 async def test_a_lease_that_ended_leaves_the_journal(own: Path) -> None:

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import asdict
 
 import pytest
 from aiohttp import web
 
-from sandbox.channel import encode
-from sandbox.errors import InfrastructureError, LostError, PolicyError, ProtocolError, SandboxError
+from sandbox.channel import Header, encode, read_frame
+from sandbox.errors import (
+    InfrastructureError,
+    LostError,
+    PolicyError,
+    ProtocolError,
+    SandboxError,
+    to_wire,
+)
+from sandbox.types import SandboxSpec
+from sandbox.versions import API
 from sandbox.web import Caller, node_of
-from sandbox.wire import API, TYPE, VERSION
+from sandbox.wire import TYPE, VERSION
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Serve = Callable[[Handler], Awaitable[Caller]]
@@ -44,22 +54,38 @@ def frame(body: bytes, status: int = 200, version: int = API) -> web.Response:
 
 
 async def test_a_server_one_version_behind_is_spoken_to_in_that(serve: Serve) -> None:
-    spoken: list[str] = []
+    spoken: list[tuple[str, Header]] = []
 
     async def old(request: web.Request) -> web.Response:
-        spoken.append(request.headers[VERSION])
-        if request.headers[VERSION] != "1":
+        header, _ = await read_frame(request.content)
+        if request.headers[VERSION] != "2":
             return frame(
-                encode({"error": {"type": "PolicyError", "message": "1 only", "reason": ""}}), 400, 1
+                encode({"error": {"type": "PolicyError", "message": "2 only", "reason": ""}}), 400, 2
             )
-        reply = {"exit_code": 137, "truncated": False, "timed_out": False, "oom": False, "duration_s": 0.1}
-        return frame(encode({**reply, "stdout_bytes": 1}, b"oe"), version=1)
+        spoken.append((request.headers[VERSION], header))
+        return frame(encode({"box": "n.1"}), version=2)
 
     caller = await serve(old)
+    create = {"op": "create", "backend": "auto", "spec": asdict(SandboxSpec(ttl_s=7.0))}
     for _ in range(2):
-        reply, _ = await caller.request({"op": "run"})
-        assert (reply["signal"], reply["disk_full"], reply["stderr_bytes"]) == (9, False, 1)
-    assert spoken == ["2", "1", "1"]
+        assert await caller.request(create) == ({"box": "n.1"}, b"")
+    assert [version for version, _ in spoken] == ["2", "2"]
+    assert set(spoken[0][1]["spec"]) == {"image", "limits", "labels", "ttl_s", "journal"}
+    with pytest.raises(PolicyError, match="version 2, without life_s"):
+        await caller.request({**create, "spec": asdict(SandboxSpec(life_s=7.0))})
+    for command in ({"op": "move"}, {"op": "read", "at": 0}, {"op": "start", "flow": True}):
+        with pytest.raises(PolicyError, match="version 2, which has no"):
+            await caller.request({"op": "run", "box": "n.1", "command": command})
+    assert len(spoken) == 2
+
+
+async def test_a_server_that_is_newer_says_so(serve: Serve) -> None:
+    async def new(request: web.Request) -> web.Response:
+        error = PolicyError(f"this is version {API + 2} of the interface and serves {API + 1} too")
+        return frame(encode({"error": to_wire(error)}), 400, API + 2)
+
+    with pytest.raises(PolicyError, match=f"version {API + 2}"):
+        await (await serve(new)).request({"op": "ping"})
 
 
 async def test_output_that_comes_ahead_and_signs_of_life(serve: Serve) -> None:

@@ -20,6 +20,8 @@ def test_everything_is_looked_at():
         "docker",
         "bubblewrap",
         "sandbox",
+        "gvisor",
+        "function",
     }
 
 
@@ -31,6 +33,8 @@ def test_a_machine_without_any_sandbox_is_told_both_ways(monkeypatch: pytest.Mon
     assert "MISSING sandbox" in text
     assert "apt-get install -y bubblewrap" in text
     assert "start a Docker engine" in text
+    assert "absent  gvisor" in text and "apt-get install runsc" in text
+    assert "absent  function" in text
     assert text.endswith("sandbox: not ready to train")
 
 
