@@ -10,7 +10,7 @@ import asyncio
 import time
 from dataclasses import replace
 
-from benchmarks.sandbox_attack_kit import CANARY, SPEC, QUICK_S, Scene, Table, check, typed
+from benchmarks.sandbox_attack_kit import CANARY, QUICK_S, SPEC, Scene, Table, check, typed
 from benchmarks.sandbox_attack_node import AGENT
 from sandbox.client import RemoteBox
 from sandbox.errors import LostError, ProtocolError, SandboxError
@@ -95,7 +95,10 @@ LIES = {
 
 @TABLE.attack("lies on the channel", case=None)
 async def lies(scene: Scene) -> None:
-    """Twenty-six replies of a wrong shape, number, size or order -> each ends the sandbox with a typed reason."""
+    """Twenty-six replies of a wrong shape, number, size or order.
+
+    -> each ends the sandbox with a typed reason.
+    """
     believed: list[str] = []
     for name, lie in LIES.items():
         extra = ", stderr_bytes=50" if name == "bytes too many" else ""
@@ -108,7 +111,7 @@ async def lies(scene: Scene) -> None:
         elif len(str(second)) > 400 or not str(second).isprintable():
             believed.append(f"{name} (its error carries {len(str(second))} characters)")
         await box.close()
-        if len(believed) > 2:
+        if believed:
             break
     check(not believed, f"believed: {', '.join(believed)}")
 
@@ -172,7 +175,10 @@ async def floods(scene: Scene) -> None:
 
 @TABLE.attack("what an agent may", needs="separate_users")
 async def powers(scene: Scene) -> None:
-    """Counts the capabilities it has, and those of a program that it starts -> change user, kill, no others."""
+    """Counts the capabilities it has, and those of a program that it starts.
+
+    -> change user, kill, no others.
+    """
     look = """
 import subprocess
 text = open('/proc/self/status').read()
@@ -215,7 +221,10 @@ attempt('nice', 141, 0, 0, -20)
 
 @TABLE.attack("an agent that reads the host")
 async def host(scene: Scene) -> None:
-    """Opens the kernel's and the host's files and pid 1's environment as root -> nothing, no variable of the node."""
+    """Opens the kernel's and the host's files and pid 1's environment as root.
+
+    -> nothing, no variable of the node.
+    """
     look = r"""
 for path in ('/proc/kcore', '/proc/kmsg', '/proc/kpagecgroup', '/proc/kpagecount', '/proc/kpageflags', '/proc/keys',
     '/proc/timer_list', '/proc/sched_debug', '/sys/firmware', '/etc/shadow', '/root', '/dev/mem', '/dev/vda'):
@@ -240,7 +249,10 @@ for pid in os.listdir('/proc'):
 
 @TABLE.attack("an agent that changes the toolkit", case=27)
 async def toolkit(scene: Scene) -> None:
-    """Writes into its own program's folder, the interpreter's and the system's -> refused, siblings' are whole."""
+    """Writes into its own program's folder, the interpreter's and the system's.
+
+    -> refused, siblings' are whole.
+    """
     look = r"""
 import glob
 places = [p for p in ('/run/tempering/agent', '/tempering/agent', '/opt/tempering/agent') if os.path.isdir(p)]

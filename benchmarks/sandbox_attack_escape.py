@@ -29,7 +29,10 @@ async def refused(scene: Scene, calls: str, errors: str = _NEVER) -> None:
 
 @TABLE.attack("namespaces, mounts and tracing", case=29, needs="!own_kernel")
 async def doors(scene: Scene) -> None:
-    """unshare, clone, setns, mount, chroot, ptrace, process_vm_readv, kcmp, pidfd_getfd -> EPERM or ENOSYS."""
+    """unshare, clone, setns, mount, chroot, ptrace, process_vm_readv, kcmp, pidfd_getfd.
+
+    -> EPERM or ENOSYS.
+    """
     await refused(
         scene,
         """
@@ -68,7 +71,10 @@ refused('chown', 92, b'/workspace', 0, 0)
 
 @TABLE.attack("rarely used doors of the kernel", case=29)
 async def rare(scene: Scene) -> None:
-    """keyctl, bpf, userfaultfd, perf, io_uring, aio, kexec, modules, quota, swap, reboot -> EPERM or ENOSYS."""
+    """keyctl, bpf, userfaultfd, perf, io_uring, aio, kexec, modules, quota, swap, reboot.
+
+    -> EPERM or ENOSYS.
+    """
     await refused(
         scene,
         """
@@ -128,7 +134,7 @@ print('could' if call() == 0 else 'refused')
 
 @TABLE.attack("sockets of rare families")
 async def families(scene: Scene) -> None:
-    """vsock to the hypervisor, packets, crypto, raw, audit and kernel events -> no such socket."""
+    """Vsock to the hypervisor, packets, crypto, raw, audit and kernel events -> no such socket."""
     await scene.says(
         """
 import socket
@@ -202,7 +208,10 @@ print(got)
 
 @TABLE.attack("switches of the kernel", case=28)
 async def switches(scene: Scene) -> None:
-    """release_agent, core_pattern, sysrq, modprobe, binfmt, uevent_helper, oom, every writable file -> denied."""
+    """release_agent, core_pattern, sysrq, modprobe, binfmt, uevent_helper, oom, every writable file.
+
+    -> denied.
+    """
     await scene.says(
         """
 import os
@@ -266,7 +275,10 @@ async def grep(scene: Scene) -> None:
 
 @TABLE.attack("processes of others")
 async def others(scene: Scene) -> None:
-    """Looks for processes that are not its own, their memory, channels and signals -> only the agent's, and shut."""
+    """Looks for processes that are not its own, their memory, channels and signals.
+
+    -> only the agent's, and shut.
+    """
     mark = "4003.5"
     await scene.sibling.start(["sleep", mark])
     await scene.says(
@@ -385,7 +397,10 @@ print(got + routes)
 
 @TABLE.attack("abstract and unix sockets", case=34)
 async def abstract(scene: Scene) -> None:
-    """Looks for abstract sockets of the host and of a sibling, and has one of its own -> sees only its own."""
+    """Looks for abstract sockets of the host and of a sibling, and has one of its own.
+
+    -> sees only its own.
+    """
     name = "tempering-attack"
     with socket.socket(socket.AF_UNIX) as host:
         host.bind(f"\0{name}-host")
@@ -412,7 +427,10 @@ print(got)
 
 @TABLE.attack("identity of the machine", case=33)
 async def identity(scene: Scene) -> None:
-    """Host name, machine id and addresses of a sandbox and its sibling -> a name for all, no id of the host."""
+    """Host name, machine id and addresses of a sandbox and its sibling.
+
+    -> a name for all, no id of the host.
+    """
     look = "cat /proc/sys/kernel/hostname; cat /etc/machine-id /var/lib/dbus/machine-id /sys/class/dmi/id/product_uuid 2>/dev/null; true"
     mine, other = [(await box.exec(look)).stdout for box in (scene.box, scene.sibling)]
     check(mine == other == b"sandbox\n", f"it says {mine!r}, its sibling {other!r}")

@@ -129,7 +129,10 @@ def hostile() -> dict[str, bytes]:
 
 @TABLE.attack("hostile archives", case=22)
 async def archives(scene: Scene) -> None:
-    """Thirty archives that lead out, lie about sizes or hold what is no file -> each refused, nothing made."""
+    """Thirty archives that lead out, lie about sizes or hold what is no file.
+
+    -> each refused, nothing made.
+    """
     through: list[str] = []
     for name, data in (await asyncio.to_thread(hostile)).items():
         error = await typed(scene.box.upload_archive(data, "/workspace/in/here"))
@@ -207,7 +210,10 @@ async def write_no_file(scene: Scene) -> None:
 
 @TABLE.attack("names of every kind, downloaded")
 async def odd_names(scene: Scene) -> None:
-    """Names with newlines, escapes, no UTF-8, 255 bytes, times before 1970 -> all as they are, in their place."""
+    """Names with newlines, escapes, no UTF-8, 255 bytes, times before 1970.
+
+    -> all as they are, in their place.
+    """
     await scene.python(r"""
 import os
 for name in (b'a\nb', b'\x1b[2Jc', b'\xff\xfe', b'-rf', b'...', b'$(id)', b'x' * 255, b'\xed\xa0\x80', b' '):
@@ -271,7 +277,10 @@ async def overwritten(scene: Scene) -> None:
 
 @TABLE.attack("files that the next command reads", case=27)
 async def planted(scene: Scene) -> None:
-    """Plants .bashrc, BASH_ENV, sitecustomize, json.py, .pth, a PATH and preloads -> control is unaffected."""
+    """Plants .bashrc, BASH_ENV, sitecustomize, json.py, .pth, a PATH and preloads.
+
+    -> control is unaffected.
+    """
     await scene.python(r"""
 import os
 evil = "import os\nos.write(1, b'evil')\nos._exit(0)\n"

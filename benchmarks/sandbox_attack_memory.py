@@ -45,7 +45,10 @@ async def allocation(scene: Scene) -> None:
 
 @TABLE.attack("memory of many small processes", needs="memory_limit")
 async def small_eaters(scene: Scene) -> None:
-    """Forty processes that each hold a little and lower their badness -> agent or kernel, a typed end or none."""
+    """Forty processes that each hold a little and lower their badness.
+
+    -> agent or kernel, a typed end or none.
+    """
     source = """
 import os, time
 for n in range(40):
@@ -223,7 +226,7 @@ for n in range(32000):
 
 @TABLE.attack("watches, polls and timers of the kernel", needs="memory_limit")
 async def watches(scene: Scene) -> None:
-    """inotify watches, epoll items, eventfds, timerfds, signalfds and locks until refused -> counted."""
+    """Watches of inotify, epoll items, eventfds, timerfds, signalfds and locks until refused -> counted."""
     await bounded(
         scene,
         """

@@ -18,6 +18,7 @@ import sandbox.box
 import sandbox.resident
 from sandbox.backends import base, bwrap, cgroups, seccomp
 from sandbox.channel import MAX_BODY, Header
+from sandbox.layers import writable
 from sandbox.trees import Checker, Entry
 from sandbox.types import Limits
 
@@ -120,9 +121,10 @@ def no_tmpfs() -> None:
         return [str(1 << 40) if at in places else word for at, word in enumerate(argv)]
 
     def container(how: dict[str, Any]) -> None:
-        how["tmpfs"] = {path: "rw,exec,mode=1777" for path in how["tmpfs"]}
+        how["tmpfs"] = dict.fromkeys(how["tmpfs"], "rw,exec,mode=1777")
         how["ulimits"] = [limit for limit in how["ulimits"] if limit.name != "fsize"]
 
+    writable._tmpfs = lambda limits, mode: f"mode={mode:o}".encode()  # pyright: ignore[reportPrivateUsage]
     _bubblewrap(unsized)
     _docker(container)
     _commands(lambda how: None, {"tmpfs_bytes": 1 << 40})

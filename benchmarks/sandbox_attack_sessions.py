@@ -13,7 +13,10 @@ TABLE = Table("sessions")
 
 @TABLE.attack("state of a session forged")
 async def state(scene: Scene) -> None:
-    """Writes noise, megabytes and lies to the descriptor of the session's state -> the session stays usable."""
+    """Writes noise, megabytes and lies to the descriptor of the session's state.
+
+    -> the session stays usable.
+    """
     shell = scene.box.shell()
     for line in (
         "head -c 3000000 /dev/zero >&198", "printf '/nowhere\\nexit 9\\n' >&198; exec 198>&-", "exec 198>&-; :",
@@ -141,7 +144,10 @@ os.write(2, b"\\x01\\x00\\x00\\x00\\x00\\x00\\x00\\x05hello" * 50)
 
 @TABLE.attack("call that hurts its interpreter", needs="separate_users")
 async def interpreter(scene: Scene) -> None:
-    """A call patches builtins, closes descriptors, corrupts memory, exits in odd ways -> the next is as ever."""
+    """A call patches builtins, closes descriptors, corrupts memory, exits in odd ways.
+
+    -> the next is as ever.
+    """
     for source in (
         "import builtins, sys, os\nbuiltins.print = None; builtins.open = None; os._exit = None; sys.modules.clear()",
         "import os\nfor fd in range(1000):\n    try: os.close(fd)\n    except OSError: pass",
@@ -179,7 +185,10 @@ os.fork() or os.execv('/usr/bin/sleep', ['sleep', '4006'])
 
 @TABLE.attack("commands out of reason")
 async def odd(scene: Scene) -> None:
-    """Arguments with zeros, of megabytes and by the thousand, odd folders and users -> an error or a result."""
+    """Arguments with zeros, of megabytes and by the thousand, odd folders and users.
+
+    -> an error or a result.
+    """
     for command, how in (
         (["echo", "a\0b"], {}), (["echo", *(["x" * 1000] * 200)], {}), (["echo", "x" * 250_000], {}),
         (["echo", "x" * (8 << 20)], {}), (["/nowhere"], {}), (["/workspace"], {}), ([""], {}), (["\ud800"], {}),

@@ -87,9 +87,7 @@ class Box:
         # What does not fit beside the commands that run waits here, in order, not as a failed fork.
         at_once = self.spec.limits.pids // _PROCESSES_A_COMMAND if self.capabilities.stateful else 1
         self.places = asyncio.Semaphore(max(at_once, 1))
-        self.resident = Resident(
-            self.started.reader, self.started.writer, self.started.kill, self._explain
-        )
+        self.resident = Resident(self.started.reader, self.started.writer, self.started.kill, self._explain)
         self.background = Background(self.resident, min(_MAX_PROCESSES, max(self.spec.limits.pids // 4, 1)))
 
     def _explain(self, fault: SandboxError) -> SandboxError:

@@ -62,7 +62,11 @@ def system() -> Iterator[str]:
 
 def masks() -> Iterator[str]:
     """Yields covers for what the kernel shows of itself, some of it to its root alone, which the agent is."""
-    yield from ("--ro-bind", "/proc/sys", "/proc/sys")  # its files are writable to root without any capability
+    yield from (
+        "--ro-bind",
+        "/proc/sys",
+        "/proc/sys",
+    )  # its files are writable to root without any capability
     for path in _MASKED:
         if os.path.isdir(path):
             yield from ("--size", "4096", "--tmpfs", path, "--remount-ro", path)

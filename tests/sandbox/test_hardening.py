@@ -171,12 +171,6 @@ def test_limits_of_nothing_are_no_limits(changes: dict[str, Any], tmp_path: Path
     admit(NodeLimits(reserve_bytes=0, reserve_disk_bytes=0), SandboxSpec(), [], [], tmp_path)
 
 
-@pytest.mark.parametrize("lease_s", [float("nan"), float("inf"), -1.0])
-async def test_a_lease_ends(lease_s: float, fleet: Fleet, state_dir: Path) -> None:
-    with pytest.raises(PolicyError, match="lease"):
-        await Fleet.connect(state_dir=state_dir, owner="x", backend=fleet.backend, lease_s=lease_s)
-
-
 async def test_another_owner_cannot_delete_a_journal(fleet: Fleet, box: RemoteBox, state_dir: Path) -> None:
     async with await Fleet.connect(state_dir=state_dir, owner="thief", backend=fleet.backend) as thief:
         await RemoteBox(thief._connection, box.id).close()  # pyright: ignore[reportPrivateUsage]
