@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import socket
 import struct
 import time
@@ -189,18 +188,20 @@ class Docker:
     async def _container(
         self, box_id: str, owner: str, spec: SandboxSpec, layered: Layered | None, uid: int
     ) -> Any:
-        create = functools.partial(asyncio.to_thread, self._create, box_id, owner, spec, uid)
+        async def create(image: str) -> Any:
+            return await asyncio.to_thread(self._create, box_id, owner, spec, uid, image, layered)
+
         if layered is not None:
-            return await create(layered.image, layered)
+            return await create(layered.image)
         try:
-            return await create(spec.image or await self._built_in(), None)
+            return await create(spec.image or await self._built_in())
         except docker.errors.ImageNotFound as error:
             if spec.image:
                 raise PolicyError(
                     f"the engine has no image {spec.image!r}: docker pull it, or load it"
                 ) from error
         self._image = ""  # somebody has removed it
-        return await create(await self._built_in(), None)
+        return await create(await self._built_in())
 
     async def _built_in(self) -> str:
         async with self._making:
