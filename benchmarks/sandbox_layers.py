@@ -6,8 +6,8 @@ The same files, a small Python root, become a base layer, and an image by `docke
 lies over the layer. Then a light sandbox of both layers, up to its agent's first answer, and a container of
 the image, created and started, take turns, so that both see the same load. Then sandboxes alone, at real-time
 priority where that is permitted: what they take on a quiet machine, however busy this one is. Mounts are
-timed in this process: with the digest verified, as the first sandbox of a layer has it, and without. The last line
-holds the figures; the exit status is 1 when the sandbox takes as long as the container at the median.
+timed in this process: with the digest verified, as the first sandbox of a layer has it, and without. The last
+line holds the figures; the exit status is 1 when the sandbox takes as long as the container at the median.
 """
 
 from __future__ import annotations
