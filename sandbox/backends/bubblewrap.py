@@ -155,12 +155,12 @@ class Bubblewrap:
             command = bwrap.composed(spec.limits, await self._controlled(), places, composed.env, door)
         trees = composed.trees if composed else ()
         with contextlib.ExitStack() as stack:
-            entering = private(self._composer.mounts, spec.limits, trees)
+            entering = private(self._composer.mounts, spec.limits, trees, set(cgroup.folders.values()))
             if spec.limits.disk_bytes:
                 place = await asyncio.to_thread(stack.enter_context, entering)
             else:
                 place = stack.enter_context(entering)
-            return await _execute(cgroup.wrap(command), place)
+            return await _execute([*command], place)
 
     async def _controlled(self) -> Control:
         if self._control is None:
