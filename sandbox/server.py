@@ -37,6 +37,7 @@ from sandbox.groups import Groups
 from sandbox.node_list import changed, read_nodes
 from sandbox.placement import Demand, NodeView, Placer, Room
 from sandbox.quotas import Ledger
+from sandbox.requests import demand_of, operate, owner_of, signed
 from sandbox.session import spec_from
 from sandbox.shapes import check_forks
 from sandbox.tokens import Access, Principal
