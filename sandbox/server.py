@@ -24,6 +24,7 @@ import aiohttp
 
 from sandbox.backends.base import AUTO
 from sandbox.channel import Header
+from sandbox.demands import demand_of, operate, owner_of, signed
 from sandbox.errors import (
     BackendMissingError,
     InfrastructureError,
@@ -37,7 +38,6 @@ from sandbox.groups import Groups
 from sandbox.node_list import changed, read_nodes
 from sandbox.placement import Demand, NodeView, Placer, Room
 from sandbox.quotas import Ledger
-from sandbox.requests import demand_of, operate, owner_of, signed
 from sandbox.session import spec_from
 from sandbox.shapes import check_forks
 from sandbox.tokens import Access, Principal
