@@ -42,7 +42,7 @@ class Sample:
     disk_mib: float
 
 
-_WIDE = {"node_memory_mib": 8.0, "client_memory_mib": 8.0, "node_fds": 8.0, "client_fds": 8.0}
+_WIDE = {"node_memory_mib": 8.0, "client_memory_mib": 8.0, "node_fds": 4.0, "client_fds": 4.0}
 BOUNDS = {field.name: _WIDE.get(field.name, 2.0) for field in fields(Sample) if field.name != "at_s"}
 """How much the line through the second half of the samples may rise from its one end to the other."""
 
