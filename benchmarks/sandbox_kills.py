@@ -62,12 +62,12 @@ def plan(runs: int, *, docker: bool) -> list[Run]:
 
 
 def _cycle(backend: str, count: int) -> Iterator[Run]:
-    every = [
-        Run(place, victim, backend)
-        for shift in range(len(VICTIMS))
-        for number, place in enumerate(PLACES)
-        if fits(place, victim := VICTIMS[(number + shift) % len(VICTIMS)])
-    ]
+    every: list[Run] = []
+    for shift in range(len(VICTIMS)):
+        for number, place in enumerate(PLACES):
+            mortal = [victim for victim in VICTIMS if fits(place, victim)]
+            if shift < len(mortal):
+                every.append(Run(place, mortal[(number + shift) % len(mortal)], backend))
     for number in range(count):
         yield every[number % len(every)]
 
