@@ -85,6 +85,8 @@ class Journals:
 
     async def remove(self, box_id: str, owner: str) -> None:
         """Deletes the journal of a sandbox of `owner`, living or gone."""
+        if (held := self._open.get(box_id)) is not None and held.head["owner"] != owner:
+            return
         if (journal := self._open.pop(box_id, None)) is None:
             with contextlib.suppress(LostError, JournalError):
                 journal = await self.reopen(box_id, owner)

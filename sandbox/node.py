@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sandbox import health
 from sandbox.admission import NodeLimits
 from sandbox.backends.base import Backend
 from sandbox.backends.registry import backends, choose
@@ -118,7 +119,9 @@ class Node:
         if ready is not None:
             os.write(ready, READY.encode())
             os.close(ready)
-        work = (self._reap(), self.journals.tend(), self.warm.tend(), self._reaper.tend())
+        work = (
+            self._reap(), self.journals.tend(), self.warm.tend(), self._reaper.tend(), health.tend(self.living)
+        )  # fmt: skip
         tasks = [asyncio.create_task(one) for one in work]
         try:
             await self.stop.wait()

@@ -108,9 +108,10 @@ class Session:
         if self._owner:
             raise ProtocolError("a client has one owner")
         version = served(header.get("version", UNSAID))
-        self._owner = str(header["owner"])
         lease_s = check_time(header["lease_s"], "lease_s", 0.0, MAX_LEASE_S)
-        self._lease = self._node.join(self._owner, lease_s)
+        owner = str(header["owner"])
+        self._lease = self._node.join(owner, lease_s)
+        self._owner = owner
         capabilities = asdict(backend.capabilities())
         about: Header = {"backend": backend.name, "pid": os.getpid(), "version": API}
         about |= {"lease_s": self._lease.lease_s, "capabilities": capabilities}

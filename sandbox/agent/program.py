@@ -223,7 +223,7 @@ def copy_out(path: str, limit: int, at: int) -> int:
 def copy_in(path: str, mode: int, at: int) -> int:
     """Writes standard input to a file, from `at` on; from its start it replaces what was there."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    how = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | (0 if at else os.O_CREAT | os.O_TRUNC)
+    how = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | (0 if at else os.O_CREAT | os.O_TRUNC)
     fd = os.open(path, how, mode)
     os.lseek(fd, at, os.SEEK_SET)
     copy_all(0, fd)
