@@ -46,8 +46,21 @@ are being started; too many commands wait, the sandbox is paused, it has too man
 node is about to end; the project's quota is used up; or no warm pool has the whole group ready."""
 
 
+_MAX_TEXT = 600
+"""What an error says may have come out of a sandbox: so much of it is passed on."""
+
+
+def printable(text: str, most: int = _MAX_TEXT) -> str:
+    """Returns a text as one that a terminal or a log can show: short, and without control characters."""
+    short = text if len(text) <= most else f"{text[: most // 2]} [...] {text[-most // 2 :]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in short)
+
+
 class SandboxError(RuntimeError):
-    """The sandbox or the fleet is at fault, never the policy."""
+    """The sandbox or the fleet is at fault, never the policy. Its text is printable, whoever wrote a part of it."""
+
+    def __init__(self, message: str = ""):
+        super().__init__(printable(message))
 
 
 class BackendMissingError(SandboxError):
@@ -151,7 +164,7 @@ class CommandError(RuntimeError):
         what = "unknown" if result.exit_code is None else result.exit_code
         last = result.stderr.decode(errors="replace").strip().splitlines()[-1:]
         super().__init__(
-            f"{str(type(self).__doc__).rstrip('.')} (exit code {what}){': ' + last[0] if last else ''}"
+            f"{str(type(self).__doc__).rstrip('.')} (exit code {what}){': ' + printable(last[0]) if last else ''}"
         )
         self.result = result
 

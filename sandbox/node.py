@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sandbox import health
 from sandbox.admission import NodeLimits
 from sandbox.backends.base import Backend
 from sandbox.backends.registry import backends, choose
@@ -109,6 +110,7 @@ class Node:
             if left := await backend.reclaim(self.state_dir):
                 _LOG.warning("removed what an earlier node left: %s", ", ".join(left))
         self.snapshots.sweep()
+        self.journals.drop_unbegun()
         await self.leases.drop(lambda lease: lease.journal and not self.journals.has(lease.sandbox))
         for one in self._wanted:
             await self.warm.want(OPERATOR, one.backend, one.spec, one.count)
@@ -117,7 +119,9 @@ class Node:
         if ready is not None:
             os.write(ready, READY.encode())
             os.close(ready)
-        work = (self._reap(), self.journals.tend(), self.warm.tend(), self._reaper.tend())
+        work = (
+            self._reap(), self.journals.tend(), self.warm.tend(), self._reaper.tend(), health.tend(self.living)
+        )  # fmt: skip
         tasks = [asyncio.create_task(one) for one in work]
         try:
             await self.stop.wait()

@@ -16,7 +16,7 @@ import random
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,9 @@ HEARTBEAT_S = 1.0
 _PATIENCE_S, _GIVE_UP_S = 5.0, 60.0
 _ELSEWHERE = (RefusedError, LostError, StartTimeoutError, InfrastructureError, BackendMissingError)
 """What one node says and another may not."""
+
+_USUAL = {field.name: field.default for field in fields(Capabilities) if field.default is not MISSING}
+"""What a node of an earlier version does not say of a backend."""
 
 _LOG = logging.getLogger("sandbox.server")
 _Reply = tuple[Header, bytes]
@@ -189,7 +192,7 @@ class Front:
 
     def _hear(self, load: Header, taken: float) -> None:
         capable = {
-            name: frozenset(capability for capability, there in held.items() if there)
+            name: frozenset(capability for capability, there in {**_USUAL, **held}.items() if there)
             for name, held in load["backends"].items()
         }
         self.placer.observe(
@@ -399,8 +402,7 @@ class Front:
         sure = frozenset[str].intersection(
             *(view.backends[backend] for view in views if backend in view.backends)
         )
-        fields = Capabilities.__dataclass_fields__
-        capabilities = {name: name in sure for name in fields}
+        capabilities = {field.name: field.name in sure for field in fields(Capabilities)}
         return {"backend": backend, "pid": os.getpid(), "capabilities": capabilities}, b""
 
     async def _describe(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:

@@ -19,7 +19,7 @@ from sandbox.channel import Header
 from sandbox.errors import PolicyError, ProtocolError, SandboxError
 from sandbox.metrics import Metrics
 from sandbox.tokens import Access, Principal
-from sandbox.versions import API
+from sandbox.versions import API, reply_for
 from sandbox.wire import MAX_REQUEST, VERSION, Sink, answer, read_call, refusal, version_of
 
 Act = Callable[[Principal, Header, bytes, Sink], Awaitable[tuple[Header, bytes]]]
@@ -138,7 +138,7 @@ class Shell:
 
     async def _call(self, request: web.Request) -> web.StreamResponse:
         try:
-            version_of(request.headers)
+            version = version_of(request.headers)
         except PolicyError as error:
             return refusal(error, 400)
         try:
@@ -146,7 +146,13 @@ class Shell:
                 header, body = await read_call(request)
         except TimeoutError as error:
             raise ProtocolError(f"the call did not arrive within {_BODY_S:.0f} s") from error
-        return await answer(request, header, body, self.watched(self._who(request)))
+        perform = self.watched(self._who(request))
+
+        async def spoken(header: Header, body: bytes, sink: Sink) -> tuple[Header, bytes]:
+            reply, data = await perform(header, body, sink)
+            return reply_for(version, reply), data
+
+        return await answer(request, header, body, spoken)
 
     def watched(self, principal: Principal) -> Callable[..., Awaitable[tuple[Header, bytes]]]:
         """Returns what performs the calls of a principal, counted and written into the audit log."""

@@ -20,7 +20,7 @@ from sandbox.shapes import MAX_LEASE_S, MAX_LIFE_S, check_forks, check_spec, che
 from sandbox.shares import shares_from
 from sandbox.types import Limits, SandboxSpec
 from sandbox.usage import rows
-from sandbox.versions import API, UNSAID, served
+from sandbox.versions import API, UNSAID, reply_for, served
 
 if TYPE_CHECKING:
     from sandbox.box import Box
@@ -107,13 +107,15 @@ class Session:
         backend = await self._node.pick(header["backend"])
         if self._owner:
             raise ProtocolError("a client has one owner")
-        served(header.get("version", UNSAID))
-        self._owner = str(header["owner"])
+        version = served(header.get("version", UNSAID))
         lease_s = check_time(header["lease_s"], "lease_s", 0.0, MAX_LEASE_S)
-        self._lease = self._node.join(self._owner, lease_s)
+        owner = str(header["owner"])
+        self._lease = self._node.join(owner, lease_s)
+        self._owner = owner
         capabilities = asdict(backend.capabilities())
-        about = {"backend": backend.name, "pid": os.getpid(), "version": API}
-        return {**about, "lease_s": self._lease.lease_s, "capabilities": capabilities}, b""
+        about: Header = {"backend": backend.name, "pid": os.getpid(), "version": API}
+        about |= {"lease_s": self._lease.lease_s, "capabilities": capabilities}
+        return reply_for(version, about), b""
 
     async def _create(self, header: Header, body: bytes) -> _Reply:
         spec = spec_from(header["spec"])

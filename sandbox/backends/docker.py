@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
 import struct
 import time
@@ -23,6 +24,7 @@ import requests.exceptions
 
 from sandbox.backends import cgroups
 from sandbox.backends.base import COMMAND_UID, DOOR, Started, agent_command, refuse_layers
+from sandbox.backends.users import USERS
 from sandbox.egress import jail
 from sandbox.egress.doors import door_of
 from sandbox.errors import InfrastructureError, PolicyError, ProtocolError
@@ -34,7 +36,7 @@ from sandbox.types import Capabilities, Limits, SandboxSpec
 STATE_DIR, OWNER, BOX = "tempering.state_dir", "tempering.owner", "tempering.sandbox"
 _STREAM_HEADER = struct.Struct("!BxxxI")
 _STDOUT, _STDERR = 1, 2
-_MAX_CHUNK = 1 << 20
+_MAX_CHUNK, _MAX_STDERR = 1 << 20, 1 << 20
 _FREEZES, _FREEZE_RETRY_S = 5, 0.05
 _LEAST_SHARES = 2
 """The least weight of a container, 1024 as a rule; with version 2 the engine sets `cpu.weight` 1."""
@@ -91,21 +93,28 @@ class Docker:
         refuse_layers(self.name, SandboxSpec(limits=spec.limits) if self._roots else spec, images=True)
         container: Any = None
         layered: Layered | None = None
+        uid = USERS.take()
         try:
             layered = await self._layered(box_id, spec)
-            container = await self._container(box_id, owner, spec, layered)
+            container = await self._container(box_id, owner, spec, layered, uid)
             stream = await asyncio.to_thread(_attach, container)
             reader, writer = await asyncio.open_connection(sock=_socket_of(stream), limit=1 << 22)
             await asyncio.to_thread(container.start)
-        except (*_UNREACHABLE, OSError, ImageError) as error:
+        except BaseException as error:
             if container is not None:
                 with contextlib.suppress(*_UNREACHABLE):  # then the reaper finds it when the engine is back
                     await asyncio.to_thread(_remove, container)
+            USERS.give_back(uid)
             if layered is not None:
                 await asyncio.to_thread(layered.release)
+            if not isinstance(error, (*_UNREACHABLE, OSError, ImageError)):
+                raise
             raise InfrastructureError(f"Docker did not start the sandbox: {_first_line(error)}") from error
         groups = await asyncio.to_thread(_groups, container)
         oom_kills = cgroups.OomCounter(groups.get("memory"))
+        with contextlib.suppress(OSError):  # of version 2, or of an engine elsewhere
+            if "memory" in groups:
+                (groups["memory"] / cgroups.SOCKETS).write_text(str(spec.limits.memory_bytes))
 
         async def kill() -> None:
             writer.close()
@@ -114,6 +123,7 @@ class Docker:
                 *_UNREACHABLE
             ):  # the agent ends with its channel, and the container then
                 await asyncio.to_thread(_remove, container)
+                USERS.give_back(uid)
             stream.close()
             if layered is not None:
                 await asyncio.to_thread(layered.release)
@@ -176,19 +186,21 @@ class Docker:
         connection, image = await asyncio.to_thread(self._connect), spec.image or await self._built_in()
         return await asyncio.to_thread(self._roots.prepare, connection, box_id, spec, image)
 
-    async def _container(self, box_id: str, owner: str, spec: SandboxSpec, layered: Layered | None) -> Any:
+    async def _container(
+        self, box_id: str, owner: str, spec: SandboxSpec, layered: Layered | None, uid: int
+    ) -> Any:
+        create = functools.partial(asyncio.to_thread, self._create, box_id, owner, spec, uid)
         if layered is not None:
-            return await asyncio.to_thread(self._create, box_id, owner, spec, layered.image, layered)
+            return await create(layered.image, layered)
         try:
-            image = spec.image or await self._built_in()
-            return await asyncio.to_thread(self._create, box_id, owner, spec, image, None)
+            return await create(spec.image or await self._built_in(), None)
         except docker.errors.ImageNotFound as error:
             if spec.image:
                 raise PolicyError(
                     f"the engine has no image {spec.image!r}: docker pull it, or load it"
                 ) from error
         self._image = ""  # somebody has removed it
-        return await asyncio.to_thread(self._create, box_id, owner, spec, await self._built_in(), None)
+        return await create(await self._built_in(), None)
 
     async def _built_in(self) -> str:
         async with self._making:
@@ -205,16 +217,18 @@ class Docker:
             self._client = client
         return self._client
 
-    def _create(self, box_id: str, owner: str, spec: SandboxSpec, image: str, layered: Layered | None) -> Any:
+    def _create(
+        self, box_id: str, owner: str, spec: SandboxSpec, uid: int, image: str, layered: Layered | None
+    ) -> Any:
         network, settings = bool(spec.network), hardening(spec.limits)
-        if layered is not None and layered.writable is not None:
-            del settings["tmpfs"]["/workspace"]
+        if layered is not None:
+            uid = COMMAND_UID  # to whom the files of layers belong
+            if layered.writable is not None:
+                del settings["tmpfs"]["/workspace"]
         env = layered.env if layered else {}
-        agent = agent_command(
-            AGENT_FOLDER, spec.limits, uid=COMMAND_UID, alone=False, network=network, env=env
-        )
+        agent = agent_command(AGENT_FOLDER, spec.limits, uid=uid, alone=False, network=network, env=env)
         return self._connect().containers.create(
-            layered.image if layered else image,
+            image,
             [*(layered.interpreter if layered else ["/usr/bin/python3"]), *agent],
             volumes=layered.volumes if layered else {},
             mounts=[self._door(box_id)] if network else [],
@@ -245,12 +259,13 @@ class Demultiplexed:
 
     def __init__(self, reader: asyncio.StreamReader):
         self._reader, self._pending = reader, bytearray()
+        self._dropped = 0
 
     async def readexactly(self, n: int) -> bytes:
         """Reads exactly `n` bytes of standard output; standard error is dropped.
 
         Raises:
-            ProtocolError: The stream is not one of the engine's chunks.
+            ProtocolError: The stream is not one of the engine's chunks, or floods standard error.
         """
         while len(self._pending) < n:
             kind, size = _STREAM_HEADER.unpack(await self._reader.readexactly(_STREAM_HEADER.size))
@@ -259,6 +274,10 @@ class Demultiplexed:
             chunk = await self._reader.readexactly(size)
             if kind == _STDOUT:
                 self._pending += chunk
+            elif (dropped := self._dropped + size) > _MAX_STDERR:
+                raise ProtocolError(f"the agent wrote {dropped} bytes to its standard error")
+            else:
+                self._dropped = dropped
         data = bytes(self._pending[:n])
         del self._pending[:n]
         return data
@@ -300,7 +319,7 @@ def _tmpfs(limits: Limits) -> str:
 
 
 def _ulimits(limits: Limits) -> Iterator[docker.types.Ulimit]:
-    for name, value in (("nofile", max(limits.open_files, 1024)), ("core", 0), ("fsize", limits.tmpfs_bytes)):
+    for name, value in (("nofile", max(limits.open_files, 1024)), ("core", 1), ("fsize", limits.tmpfs_bytes)):
         yield docker.types.Ulimit(name=name, soft=value, hard=value)
 
 

@@ -53,6 +53,16 @@ def lacking() -> str:
     return ""
 
 
+def pinned(state_dir: Path, spec: SandboxSpec) -> SandboxSpec:
+    """Returns a specification in which names of layers are digests, for the node of a state folder.
+
+    Raises:
+        LayerError: A layer is not there.
+    """
+    asked = spec.image or spec.workspace or spec.toolkit
+    return Composer(state_dir).pinned(spec) if asked else spec
+
+
 class Composer:
     """Holds the layers of a node's sandboxes. Its methods block; call them from a thread."""
 

@@ -302,6 +302,7 @@ async def test_a_client_of_version_2_is_served(cluster: Cluster) -> None:
             assert response.status == 200, reply
             box = reply.get("box", box)
             assert {name: reply.get(name) for name in call["reply"]} == call["reply"]
+            assert {*reply.get("capabilities", ())}.isdisjoint({"stateful", "layers"})  # not known to it
             assert body.decode() == call["output"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,6 +49,18 @@ async def test_a_release_deletes_what_sandboxes_that_are_gone_have_left(tmp_path
         await fleet.create(SMALL)
         assert len(files(tmp_path)) == 4
     assert not files(tmp_path)
+
+
+@pytest.mark.parametrize("kept", [0, 12, 200])
+async def test_a_creation_cut_off_in_its_first_record_is_made_again(kept: int, tmp_path: Path) -> None:
+    async with await connect(tmp_path) as fleet:
+        box = await fleet.create(SMALL, key="once")
+        psutil.Process(fleet.node_pid).kill()
+    os.truncate(tmp_path / "journals" / box.id, kept)
+    async with await connect(tmp_path) as fleet:
+        again = await fleet.create(SMALL, key="once")
+        assert again.id != box.id and (await again.exec("true")).exit_code == 0
+        assert files(tmp_path) == [again.id]
 
 
 async def test_cancelled_creations_and_forks_leave_no_file(tmp_path: Path) -> None:
