@@ -24,6 +24,7 @@ import aiohttp
 
 from sandbox.backends.base import AUTO
 from sandbox.channel import Header
+from sandbox.demands import demand_of, operate, owner_of, signed
 from sandbox.errors import (
     BackendMissingError,
     InfrastructureError,
