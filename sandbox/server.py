@@ -219,8 +219,6 @@ class Front:
             )
         return node
 
-    # --- calls
-
     async def _forward(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
         node = self._node(node_of(str(header.get("box") or header["snapshot"])))
         return await node.caller.request(signed(who, header), body, sink)
