@@ -50,8 +50,14 @@ class ByteWriter(Protocol):
 class Resident:
     """One agent. `kill` ends its sandbox; the first fault of the channel ends all waiting commands."""
 
-    def __init__(self, reader: ByteReader, writer: ByteWriter, kill: Callable[[], Awaitable[None]]):
-        self._reader, self._writer, self._kill = reader, writer, kill
+    def __init__(
+        self,
+        reader: ByteReader,
+        writer: ByteWriter,
+        kill: Callable[[], Awaitable[None]],
+        late_s: float = _LATE_S,
+    ):
+        self._reader, self._writer, self._kill, self._late_s = reader, writer, kill, late_s
         self._ids, self._sequence = itertools.count(1), itertools.count(1)
         self._waiting: dict[int, asyncio.Future[tuple[Header, bytes]]] = {}
         self._room: dict[int, int] = {}
@@ -87,12 +93,12 @@ class Resident:
         if sink is not None:
             self._sinks[number] = (sink, [limit, limit])
         try:
-            async with self.clocks.within(timeout_s + _LATE_S):
+            async with self.clocks.within(timeout_s + self._late_s):
                 await self._send({**header, "id": number}, body)
                 return await asyncio.shield(reply)
         except TimeoutError:
             del self._waiting[number]
-            await self._end(LostError(f"the sandbox did not answer within {timeout_s + _LATE_S:.0f} s"))
+            await self._end(LostError(f"the sandbox did not answer within {timeout_s + self._late_s:.0f} s"))
             assert self.fault is not None
             raise self.fault from None
         except asyncio.CancelledError:
@@ -109,7 +115,7 @@ class Resident:
 
     async def settled(self) -> None:
         """Returns when the commands of cancelled callers have ended; a sandbox that keeps one is ended."""
-        if self._cancelled and (await asyncio.wait(self._cancelled, timeout=_LATE_S))[1]:
+        if self._cancelled and (await asyncio.wait(self._cancelled, timeout=self._late_s))[1]:
             await self._end(LostError("a cancelled command did not end"))
         if self.fault is not None:
             raise self.fault

@@ -127,10 +127,17 @@ class Docker:
             except _UNREACHABLE as error:
                 raise InfrastructureError(f"Docker did not pause or resume: {_first_line(error)}") from error
 
+        async def settle() -> None:
+            if spec.latency == "best_effort":
+                try:
+                    await asyncio.to_thread(container.update, cpu_shares=_LEAST_SHARES)
+                except _UNREACHABLE as error:
+                    raise InfrastructureError(f"Docker gave no weight: {_first_line(error)}") from error
+
         writable, started = (layered.writable, layered.spec) if layered else (None, None)
         return Started(
             Demultiplexed(reader), writer, kill, oom_kills, pause, lambda: groups,
-            writable=writable, spec=started,
+            writable=writable, spec=started, settle=settle,
         )  # fmt: skip
 
     async def reclaim(self, state_dir: Path) -> list[str]:
@@ -216,7 +223,6 @@ class Docker:
             mounts=[self._door(box_id)] if network else [],
             name=f"tempering-{box_id}",
             labels={**spec.labels, STATE_DIR: str(self._state_dir), OWNER: owner, BOX: box_id},
-            cpu_shares=_LEAST_SHARES if spec.latency == "best_effort" else 1024,
             **settings,
         )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import shutil
 import subprocess
@@ -82,7 +83,7 @@ class Function:
         if self._agent is None:
             assert self._state_dir is not None, "a backend without a state folder only looks around"
             self._agent = await asyncio.to_thread(build, self._state_dir / "toolkit", _PYTHON)
-        cgroup = Cgroup.create(box_id, spec.limits, latency=spec.latency)
+        cgroup = Cgroup.create(box_id, spec.limits)
         try:
             process = await asyncio.create_subprocess_exec(
                 *cgroup.wrap(_worker(spec.limits, self._agent)),
@@ -108,7 +109,8 @@ class Function:
             await cgroup.remove()
             await process.wait()
 
-        return Started(stdout, stdin, kill, oom_kills, groups=lambda: cgroup.folders)
+        settle = functools.partial(cgroup.settle, spec.latency)
+        return Started(stdout, stdin, kill, oom_kills, groups=lambda: cgroup.folders, settle=settle)
 
     async def reap(self, held: Callable[[], Set[str]]) -> list[str]:
         """Workers are what runs in their control groups, of which the node's reaper takes care."""

@@ -71,7 +71,9 @@ async def test_a_group_is_claimed_whole(own: Fleet, backend: str, tmp_path: Path
     boxes = await own.claim(SPEC, 2, fallback="refuse")
     assert {box.id for box in boxes} == waiting
     outputs = await asyncio.gather(*(box.exec("echo $PWD; cat new 2>&1; echo x > new") for box in boxes))
-    assert all(result.stdout.startswith(b"/workspace\n") and b"No such" in result.stdout for result in outputs)
+    assert all(
+        result.stdout.startswith(b"/workspace\n") and b"No such" in result.stdout for result in outputs
+    )
     assert {box.id for box in await own.boxes()} == waiting
     await filled(tmp_path, SPEC, backend, 2)  # filled again, with others
     assert not waiting & {r["id"] for r in (await ask(tmp_path, op="top"))["rows"] if r["state"] == "warm"}
