@@ -19,6 +19,13 @@ _CPU_OVERCOMMIT = 256
 """Nine in ten use less than a twentieth of the cores they may, and groups start by the hundred."""
 
 
+_LEAST = {
+    "cpus": 0.01, "memory_bytes": 8 << 20, "pids": 4, "tmpfs_bytes": 1 << 12, "tmpfs_inodes": 16, "open_files": 16,
+    "disk_bytes": 0,
+}  # fmt: skip
+_MOST = 1 << 62
+
+
 def _meminfo(name: str) -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith(f"{name}:"):
@@ -64,6 +71,7 @@ def admit(
         RefusedError: It does not.
         PolicyError: It never will.
     """
+    _check_limits(spec)
     budget = limits.memory_bytes or _OVERCOMMIT * _meminfo("MemTotal")
     if spec.limits.memory_bytes > budget:
         raise PolicyError(
@@ -84,6 +92,17 @@ def admit(
         )
     if (free := _meminfo("MemAvailable")) < limits.reserve_bytes:
         raise RefusedError(f"the machine has only {free >> 20} MiB of memory left", "memory")
+
+
+def _check_limits(spec: SandboxSpec) -> None:
+    """A limit of nothing, or less, is none at all to a kernel or an engine, and would lower every sum here."""
+    limits = {name: getattr(spec.limits, name) for name in _LEAST}
+    for name, least in _LEAST.items():
+        value = limits[name]
+        if not (type(value) in (int, float) and least <= value < _MOST):
+            raise PolicyError(f"limits.{name} is at least {least} and below {_MOST}, not {value!r:.40}")
+    if not (type(spec.ttl_s) in (int, float) and 0 < spec.ttl_s < _MOST):
+        raise PolicyError(f"ttl_s is above 0 and below {_MOST} seconds, not {spec.ttl_s!r:.40}")
 
 
 def _admit_sums(limits: NodeLimits, spec: SandboxSpec, together: Collection[SandboxSpec]) -> None:

@@ -11,9 +11,9 @@ import tarfile
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, cast
 
 from sandbox.errors import UnsafeTreeError
 from sandbox.trees import Checker, Entry, Item, TreeLimits, pieces
@@ -21,7 +21,10 @@ from sandbox.trees import Checker, Entry, Item, TreeLimits, pieces
 MAX_RATIO, _FREE = 200, 8 << 20
 """How many times its size an archive may unpack to, beyond the first `_FREE` bytes."""
 
-_OPENERS: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}
+_DICTIONARY = 80 << 20
+"""Memory for unpacking an xz, enough for what its strongest preset makes; a header can ask for gigabytes."""
+
+_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _BROKEN = (
     tarfile.TarError,
     zipfile.BadZipFile,
@@ -29,7 +32,9 @@ _BROKEN = (
     zlib.error,
     EOFError,
     OSError,
-    NotImplementedError,
+    OverflowError,
+    RuntimeError,
+    ValueError,
 )
 
 
@@ -52,7 +57,7 @@ def read_archive(archive: Path | bytes, limits: TreeLimits, *, links_out: bool =
                     yield from _tar(plain, checker)
         except UnsafeTreeError:
             raise
-        except (*_BROKEN, RuntimeError, ValueError) as error:
+        except _BROKEN as error:
             raise UnsafeTreeError(f"the archive cannot be read: {error}") from error
 
 
@@ -61,11 +66,10 @@ def _plain(file: IO[bytes], most: int) -> IO[bytes]:
     file.seek(0)
     start = file.read(6)
     file.seek(0)
-    opener = next((opener for magic, opener in _OPENERS.items() if start.startswith(magic)), None)
-    source: IO[bytes] = opener(file) if opener else file
+    opener = next((opener for magic, opener in _OPENERS.items() if start.startswith(magic)), _as_it_is)
     plain, done = tempfile.TemporaryFile(), 0  # noqa: SIM115 (the caller's to close)
     try:
-        while data := source.read(1 << 18):
+        for data in opener(file):
             done += len(data)
             if done > most:
                 raise UnsafeTreeError(f"the archive unpacks to more than {most} bytes")
@@ -75,6 +79,32 @@ def _plain(file: IO[bytes], most: int) -> IO[bytes]:
         plain.close()
         raise
     return plain
+
+
+def _as_it_is(file: IO[bytes]) -> Iterator[bytes]:
+    while data := file.read(1 << 18):
+        yield data
+
+
+def _unxz(file: IO[bytes]) -> Iterator[bytes]:
+    """Yields what an xz holds, one stream after the other, without the memory that its header asks for."""
+    rest = b""
+    while rest or (rest := file.read(1 << 16)):
+        stream = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_DICTIONARY)
+        while not stream.eof:
+            data = b""
+            if stream.needs_input and not (data := rest or file.read(1 << 16)):
+                raise EOFError("it ends in the middle")
+            rest = b"" if data else rest
+            yield stream.decompress(data, 1 << 18)
+        rest = stream.unused_data.lstrip(b"\0")
+
+
+_OPENERS: dict[bytes, Callable[[IO[bytes]], Iterator[bytes]]] = {
+    b"\x1f\x8b": lambda file: _as_it_is(cast("IO[bytes]", gzip.open(file))),
+    b"BZh": lambda file: _as_it_is(cast("IO[bytes]", bz2.open(file))),
+    b"\xfd7zXZ": _unxz,
+}
 
 
 def _tar(file: IO[bytes], checker: Checker) -> Iterator[Item]:
@@ -94,7 +124,7 @@ def _tar(file: IO[bytes], checker: Checker) -> Iterator[Item]:
                 name,
                 kind,
                 member.mode,
-                int(member.mtime) * 10**9,
+                max(int(member.mtime), 0) * 10**9,
                 target=member.linkname if kind == "link" else "",
             )
             if kind != "file":
@@ -117,8 +147,10 @@ def _zip(file: IO[bytes], checker: Checker, most: int) -> Iterator[Item]:
             kind = "dir" if member.is_dir() else "link" if form == stat.S_IFLNK else "file"
             if form not in (0, stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK):
                 kind = "special"
-            if member.flag_bits & 1:
-                raise UnsafeTreeError(f"{name!r} is encrypted")
+            if member.flag_bits & 1 or member.compress_type not in _METHODS:
+                raise UnsafeTreeError(
+                    f"{name!r} is encrypted, or packed by a method that is not unpacked here"
+                )
             entry = Entry(name, kind, mode or 0o644)
             if kind == "link":
                 target = archive.open(member).read(4096).decode(errors="surrogateescape")
@@ -131,5 +163,5 @@ def _zip(file: IO[bytes], checker: Checker, most: int) -> Iterator[Item]:
 
 
 def _declared(name: str, size: int, checker: Checker) -> None:
-    if size > checker.limits.size:
-        raise UnsafeTreeError(f"{name!r} declares {size} bytes, more than {checker.limits.size}")
+    if not 0 <= size <= checker.limits.size:
+        raise UnsafeTreeError(f"{name!r} declares {size} bytes, which is not 0 to {checker.limits.size}")

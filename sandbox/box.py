@@ -20,6 +20,7 @@ from sandbox.errors import (
     PolicyError,
     ProtocolError,
     RefusedError,
+    SandboxError,
     SandboxOomError,
 )
 from sandbox.journal import Journal
@@ -89,14 +90,14 @@ class Box:
         # What does not fit beside the commands that run waits here, in order, not as a failed fork.
         at_once = self.spec.limits.pids // _PROCESSES_A_COMMAND if self.capabilities.stateful else 1
         self.places = asyncio.Semaphore(max(at_once, 1))
-        late_s = _LATE_S[self.spec.latency]
-        self.resident = Resident(self.started.reader, self.started.writer, self._kill, late_s)
+        started, late_s = self.started, _LATE_S[self.spec.latency]
+        self.resident = Resident(started.reader, started.writer, started.kill, self._explain, late_s)
         self.background = Background(self.resident, min(_MAX_PROCESSES, max(self.spec.limits.pids // 4, 1)))
 
-    async def _kill(self) -> None:
-        if isinstance(fault := self.resident.fault, LostError) and self.started.oom_kills():
-            self.resident.fault = SandboxOomError(f"{fault}; the kernel has ended processes of it for memory")
-        await self.started.kill()
+    def _explain(self, fault: SandboxError) -> SandboxError:
+        if isinstance(fault, LostError) and self.started.oom_kills():
+            return SandboxOomError(f"{fault}; the kernel has ended processes of it for memory")
+        return fault
 
     def expired(self) -> bool:
         """Whether it is of no use any more: dead, idle for longer than its time to live, or past its end."""
@@ -257,7 +258,7 @@ class Box:
                 self.resident.clocks.hold()
                 try:
                     await self.started.pause(True)
-                except InfrastructureError:
+                except (InfrastructureError, OSError):
                     await self._go_on()
                     raise
                 self.held_at = time.monotonic()

@@ -14,6 +14,8 @@ SandboxError                 anything below; it says nothing about the policy th
 ├── BackendMissingError      the backend is not installed or does not answer; says how to get it
 ├── RefusedError             the node has no room for another sandbox or command; try later or elsewhere
 ├── PolicyError              the backend or the node does not offer what was asked for; asking again is no use
+│   └── LayerError           a layer is not there, damaged, or cannot be built, mounted or published
+│       └── PlantedAnswerError   the scan before publishing found what gives a task's answer away
 ├── StartTimeoutError        the sandbox did not come up in time; it has been removed
 ├── LostError                the sandbox or its node is gone, or was never known
 │   └── SandboxOomError      the sandbox ended because the kernel ended a process of it for memory
@@ -21,8 +23,6 @@ SandboxError                 anything below; it says nothing about the policy th
 ├── FileError                a file operation inside the sandbox failed
 │   ├── DiskFullError        because the sandbox has no room left on disk
 │   └── UnsafeTreeError      a tree or an archive that must not be unpacked
-├── LayerError               a layer is not there, damaged, or cannot be built, mounted or published
-│   └── PlantedAnswerError   the scan before publishing found what gives a task's answer away
 ├── JournalMismatchError     a replayed command is not the one that the journal has in its place
 ├── UnknownOutcomeError      a command was under way when its caller or node died; what it did is not known
 └── InfrastructureError      the node failed at something else
@@ -46,8 +46,21 @@ are being started; too many commands wait, the sandbox is paused, it has too man
 node is about to end; the project's quota is used up; or no warm pool has the whole group ready."""
 
 
+_MAX_TEXT = 600
+"""What an error says may have come out of a sandbox: so much of it is passed on."""
+
+
+def printable(text: str, most: int = _MAX_TEXT) -> str:
+    """Returns a text as one that a terminal or a log can show: short, and without control characters."""
+    short = text if len(text) <= most else f"{text[: most // 2]} [...] {text[-most // 2 :]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in short)
+
+
 class SandboxError(RuntimeError):
-    """The sandbox or the fleet is at fault, never the policy."""
+    """The sandbox or the fleet is at fault, never the policy. Its text is printable, whoever wrote a part of it."""
+
+    def __init__(self, message: str = ""):
+        super().__init__(printable(message))
 
 
 class BackendMissingError(SandboxError):
@@ -94,7 +107,7 @@ class UnsafeTreeError(FileError):
     """A tree or an archive leads out of its place, is a bomb, or is more than was allowed."""
 
 
-class LayerError(SandboxError):
+class LayerError(PolicyError):
     """A layer is not there, is damaged, or cannot be built, mounted or published; the text says which."""
 
 
@@ -151,7 +164,7 @@ class CommandError(RuntimeError):
         what = "unknown" if result.exit_code is None else result.exit_code
         last = result.stderr.decode(errors="replace").strip().splitlines()[-1:]
         super().__init__(
-            f"{str(type(self).__doc__).rstrip('.')} (exit code {what}){': ' + last[0] if last else ''}"
+            f"{str(type(self).__doc__).rstrip('.')} (exit code {what}){': ' + printable(last[0]) if last else ''}"
         )
         self.result = result
 

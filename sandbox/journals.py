@@ -12,7 +12,7 @@ from typing import Any
 
 from sandbox.errors import JournalError, LostError
 from sandbox.journal import SYNC_S, Journal
-from sandbox.journal_file import scan
+from sandbox.journal_file import begun, scan
 
 FOLDER = "journals"
 KEEP_S = 86400.0
@@ -47,6 +47,12 @@ class Journals:
         self._open[box_id] = journal
         return journal
 
+    def drop_unbegun(self) -> None:
+        """Removes journals without their start, which a crash left: nobody ever heard of their sandboxes."""
+        for path in [path for path in self._folder.glob("*") if path.is_file() and not begun(path)]:
+            _LOG.warning("the journal of %s was never begun; it is removed", path.name)
+            path.unlink(missing_ok=True)
+
     def has(self, box_id: str) -> bool:
         """Whether there is a journal of a sandbox."""
         return (self._folder / box_id).is_file()
@@ -79,6 +85,8 @@ class Journals:
 
     async def remove(self, box_id: str, owner: str) -> None:
         """Deletes the journal of a sandbox of `owner`, living or gone."""
+        if (held := self._open.get(box_id)) is not None and held.head["owner"] != owner:
+            return
         if (journal := self._open.pop(box_id, None)) is None:
             with contextlib.suppress(LostError, JournalError):
                 journal = await self.reopen(box_id, owner)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from sandbox.archives import read_archive
 from sandbox.calls import Call
@@ -363,10 +363,14 @@ def _command(
 
 def _infos(lines: bytes) -> list[FileInfo]:
     try:
-        found: list[dict[str, Any]] = [json.loads(line) for line in lines.splitlines()]
-        return [FileInfo(**entry) for entry in found]
-    except (ValueError, TypeError) as error:
+        found = [FileInfo(**json.loads(line)) for line in lines.splitlines()]
+    except (ValueError, TypeError, RecursionError) as error:
         raise FileError("the sandbox described its files out of shape") from error
+    for info in found:
+        texts, numbers = (info.path, info.kind, info.target), (info.size, info.mode, info.mtime, info.uid)
+        if {type(text) for text in texts} != {str} or {type(number) for number in numbers} != {int}:
+            raise FileError("the sandbox described its files by what is neither text nor number")
+    return found
 
 
 def _check(name: str, value: float, most: float) -> None:

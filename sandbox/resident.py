@@ -33,6 +33,9 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
     "dirty": bool,
     "duration_s": (int, float),
 }
+_ANY = (0, 1 << 40)
+_RANGES = {"exit_code": (0, 255), "signal": (1, 64)}
+"""What numbers may be; infinities and what is not a number are in no range."""
 
 
 class ByteWriter(Protocol):
@@ -48,16 +51,21 @@ class ByteWriter(Protocol):
 
 
 class Resident:
-    """One agent. `kill` ends its sandbox; the first fault of the channel ends all waiting commands."""
+    """One agent. The first fault of the channel ends all waiting commands and, by `kill`, the sandbox.
+
+    `explain` says more of a fault than the channel knows.
+    """
 
     def __init__(
         self,
         reader: ByteReader,
         writer: ByteWriter,
         kill: Callable[[], Awaitable[None]],
+        explain: Callable[[SandboxError], SandboxError] = lambda fault: fault,
         late_s: float = _LATE_S,
     ):
-        self._reader, self._writer, self._kill, self._late_s = reader, writer, kill, late_s
+        self._reader, self._writer, self._kill, self._explain = reader, writer, kill, explain
+        self._late_s = late_s
         self._ids, self._sequence = itertools.count(1), itertools.count(1)
         self._waiting: dict[int, asyncio.Future[tuple[Header, bytes]]] = {}
         self._room: dict[int, int] = {}
@@ -158,7 +166,7 @@ class Resident:
     async def _pass_on(self, header: Header, body: bytes) -> None:
         number, which = header.get("id"), header["event"]
         if header.get("seq") != next(self._sequence):
-            raise ProtocolError(f"output out of sequence: {header.get('seq')!r}")
+            raise ProtocolError(f"output out of sequence: {header.get('seq')!r:.80}")
         if type(number) is not int or number not in self._sinks or type(which) is not int:
             raise ProtocolError("output of nothing that was asked for it")
         sink, left = self._sinks[number]
@@ -172,15 +180,15 @@ class Resident:
         if type(number) is not int or self._room.pop(number, None) is None:
             raise ProtocolError("a reply to nothing that was asked")
         if header.get("seq") != next(self._sequence):
-            raise ProtocolError(f"a reply out of sequence: {header.get('seq')!r}")
+            raise ProtocolError(f"a reply out of sequence: {header.get('seq')!r:.80}")
         reply = self._waiting.get(number)
         if reply is not None and not reply.done():
             reply.set_result((header, body))
 
     async def _end(self, fault: SandboxError) -> None:
         if self._ending is None:
-            self.fault = fault
-            self._ending = asyncio.create_task(self._finish(fault))
+            self.fault = self._explain(fault)
+            self._ending = asyncio.create_task(self._finish(self.fault))
         await asyncio.shield(self._ending)
 
     async def _finish(self, fault: SandboxError) -> None:
@@ -199,8 +207,9 @@ def check_result(header: Header, body: bytes, limit: int, extra: int = 0) -> Hea
     """
     for name, kind in _FIELDS.items():
         value: Any = header.get(name, "missing")
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise ProtocolError(f"a reply whose {name} is {value!r}")
+        wrong = not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)
+        if wrong or not (value is None or _RANGES.get(name, _ANY)[0] <= value <= _RANGES.get(name, _ANY)[1]):
+            raise ProtocolError(f"a reply whose {name} is {value!r:.80}")
     out, err = header["stdout_bytes"], header["stderr_bytes"]
     if out < 0 or err < 0 or out + err > len(body) or max(out, err) > limit + _NOTE:
         raise ProtocolError(f"a reply of {out} and {err} bytes to a command limited to {limit}")

@@ -24,6 +24,7 @@ from sandbox.errors import DiskFullError, FileError, LostError, UnsafeTreeError
 from sandbox.layers.upper import Upper
 from sandbox.layers.writable import Writable
 from sandbox.trees import Checker, Parser, TreeLimits, batches
+from sandbox.types import Limits
 
 FOLDER = "snapshots"
 KEEP_S = 86400.0
@@ -162,7 +163,7 @@ async def save(box: Box, path: Path) -> None:
     writable = box.started.writable
     command = {
         "op": "pack", "roots": [root for root in _ROOTS if writable is None or not _covers(writable, root)],
-        "base": "/", "max_entries": _LIMITS.entries, "max_bytes": _LIMITS.size,
+        "base": "/", "max_entries": _LIMITS.entries, "max_bytes": _room(box.spec.limits),
         "limit": 2 * _LIMITS.size, "stream": True, "raw": True, "timeout_s": _TIMEOUT_S,
     }  # fmt: skip
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -178,6 +179,11 @@ async def save(box: Box, path: Path) -> None:
             raise FileError(f"a snapshot of sandbox {box.id} could not be taken: {why}")
         if writable is not None:
             await asyncio.to_thread(_save_upper, writable, file, _gone(path))
+
+
+def _room(limits: Limits) -> int:
+    """Returns how many bytes of files there can be; more are holes, which the host would have to fill."""
+    return min(_LIMITS.size, len(_ROOTS) * max(limits.tmpfs_bytes, limits.disk_bytes) + (1 << 20))
 
 
 def _covers(writable: Writable, root: str) -> bool:

@@ -24,6 +24,7 @@ PIECE = 1 << 20
 BATCH = 4 << 20
 _LENGTH = struct.Struct("!I")
 _MAX_OBJECT, _MAX_PATH, _MAX_DEPTH = 1 << 16, 4096, 128
+_MAX_MTIME = 1 << 62
 _KINDS = ("file", "dir", "link")
 
 
@@ -68,6 +69,8 @@ class Checker:
             UnsafeTreeError: The tree is not to be unpacked; says which entry, and why.
         """
         path = self._path(entry)
+        if not 0 <= entry.mtime < _MAX_MTIME:
+            raise UnsafeTreeError(f"{path[:200]!r} was changed at no time that a file can have")
         self._total += entry.size
         if self._total > self.limits.size:
             raise UnsafeTreeError(f"the tree has more than {self.limits.size} bytes")
@@ -206,7 +209,7 @@ def read_tree(
             stat.S_IFMT(info.st_mode)
         )
         target = os.readlink(path) if kind == "link" else ""
-        entry = Entry(name, kind or "special", info.st_mode, info.st_mtime_ns, target=target)
+        entry = Entry(name, kind or "special", info.st_mode, max(info.st_mtime_ns, 0), target=target)
         if kind != "file":
             yield checker.check(entry), b""
             continue

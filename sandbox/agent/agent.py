@@ -16,6 +16,7 @@ from __future__ import annotations
 import binascii
 import errno
 import gc
+import resource
 import select
 import struct
 import sys
@@ -417,15 +418,27 @@ def confine(config: Header) -> None:
     """Gives up, for good and for all children, new privileges and the system calls of the filter."""
     libc.prctl(libc.PR_SET_NO_NEW_PRIVS, 1)
     if config["uid"] is None:
+        score = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+        os.write(score, b"1000")
+        os.close(score)
         libc.prctl(libc.PR_SET_DUMPABLE, 0)  # commands share the agent's user: no ptrace of it
     if config["seccomp"] and not config["fresh"]:  # then each command has it, as keepers make namespaces
         libc.filter_calls(binascii.a2b_base64(config["seccomp"]))
+
+
+def forbid_cores() -> None:
+    """Has no core written: by a limit of 1, as one of 0 would still have a handler of the host started."""
+    try:
+        resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
+    except ValueError:  # the limit is 0 already, and only a privileged process could raise it
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def main() -> None:
     """Takes the channel off stdin and stdout, so that no command can inherit it, and serves."""
     config: Header = small_json.loads(sys.argv[1])
     config["uid"] = config["uid"] if os.geteuid() == 0 else None
+    forbid_cores()
     config.setdefault("fresh", "")
     confine(config)
     if config.get("door"):

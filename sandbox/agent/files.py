@@ -14,6 +14,7 @@ import errno
 import os
 import stat
 import struct
+import time
 
 from . import small_json
 from .frames import CHUNK
@@ -87,7 +88,7 @@ def pack(root: bytes, base: bytes, most: int, most_bytes: int) -> None:
             "path": os.fsdecode(os.path.relpath(path, base)),
             "kind": kind,
             "mode": stat.S_IMODE(info.st_mode),
-            "mtime": info.st_mtime_ns,
+            "mtime": max(info.st_mtime_ns, 0),
         }
         if kind == "file":
             pack_file(path, entry)
@@ -160,7 +161,7 @@ def make(path: bytes, entry: Header, data: bytes) -> None:
     if entry["kind"] == "link":
         os.symlink(os.fsencode(entry["target"]), path)
         return
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     os.lseek(fd, entry.get("at", 0), os.SEEK_SET)
     view = memoryview(data)
     while view:
@@ -173,8 +174,52 @@ def make(path: bytes, entry: Header, data: bytes) -> None:
 def remove(path: str) -> None:
     """Removes a file or a whole tree."""
     if os.path.isdir(path) and not os.path.islink(path):
-        for name in os.listdir(path):
-            remove(os.path.join(path, name))
-        os.rmdir(path)
+        remove_tree(path, None)
     else:
         os.unlink(path)
+
+
+def remove_tree(path: str, deadline: float | None) -> None:
+    """Removes a folder with all in it, through no link, deeper than any path or stack may be.
+
+    What lies deep is moved up before it is removed, so that no folder is more than two levels down.
+    """
+    os.chmod(path, 0o700)
+    top, moved = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW), 0
+    try:
+        while names := os.listdir(top):
+            for name in names:
+                if deadline is not None and time.monotonic() > deadline:
+                    raise TimeoutError(errno.ETIMEDOUT, "too many files")
+                if not unlinked(name, top):
+                    moved = empty(name, top, moved)
+                    os.rmdir(name, dir_fd=top)
+    finally:
+        os.close(top)
+    os.rmdir(path)
+
+
+def unlinked(name: str, folder: int) -> bool:
+    """Removes what is no folder; returns whether it was none."""
+    try:
+        os.unlink(name, dir_fd=folder)
+    except IsADirectoryError:
+        return False
+    return True
+
+
+def empty(name: str, top: int, moved: int) -> int:
+    """Removes the files of a folder in `top`, moves its folders there, and returns how many were moved so far."""
+    os.chmod(name, 0o700, dir_fd=top)
+    fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
+    try:
+        for inner in os.listdir(fd):
+            if not unlinked(inner, fd):
+                moved += 1
+                os.chmod(inner, 0o700, dir_fd=fd)
+                os.rename(
+                    inner, ".moved-" + str(os.getpid()) + "-" + str(moved), src_dir_fd=fd, dst_dir_fd=top
+                )
+    finally:
+        os.close(fd)
+    return moved

@@ -7,7 +7,6 @@ user of its own while it runs, so that one signal, which no fork escapes, ends a
 
 from __future__ import annotations
 
-import errno
 import gc
 import os
 import select
@@ -17,6 +16,7 @@ from _socket import CMSG_SPACE, socket
 
 from . import libc
 from .command import disk_full
+from .files import remove_tree
 from .frames import DIRTY, DONE, EXITED, FAILED, FORK, FULL, SCRATCH, STATUS, UNKNOWN
 from .fresh import end_others, enter
 from .program import become_command, warm_up
@@ -265,8 +265,8 @@ def clean(uid: int, before: list[int]) -> bool:
                 continue
             if os.path.isdir(folder):
                 for path in belongings(folder, uid):
-                    remove(path, None, deadline)
-    except (OSError, RecursionError):
+                    remove(path, deadline)
+    except OSError:
         return False
     return True
 
@@ -277,20 +277,9 @@ def belongings(folder: str, uid: int) -> list[str]:
         return [entry.path for entry in entries if entry.stat(follow_symlinks=False).st_uid == uid]
 
 
-def remove(name: str, parent: int | None, deadline: float) -> None:
+def remove(path: str, deadline: float) -> None:
     """Removes a file or a tree, following no link."""
-    if time.monotonic() > deadline:
-        raise TimeoutError(errno.ETIMEDOUT, "too many files")
-    try:
-        os.unlink(name, dir_fd=parent)
-        return
-    except IsADirectoryError:
-        pass
-    os.chmod(name, 0o700, dir_fd=parent)
-    fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
-    try:
-        for inner in os.listdir(fd):
-            remove(inner, fd, deadline)
-    finally:
-        os.close(fd)
-    os.rmdir(name, dir_fd=parent)
+    if os.path.islink(path) or not os.path.isdir(path):
+        os.unlink(path)
+    else:
+        remove_tree(path, deadline)

@@ -35,7 +35,8 @@ def become_command(streams: list[int], uid: int | None, brief: bool, config: Hea
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         for number in (signal.SIGPIPE, signal.SIGCHLD, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
-        write_once("/proc/self/oom_score_adj", b"1000")
+        if uid is not None:  # without root the agent has done so: its own files in /proc are closed to it now
+            write_once("/proc/self/oom_score_adj", b"1000")
         for name, value in config["rlimits"].items():
             resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
         ENVIRONMENT.update(config.get("env") or {})
@@ -222,7 +223,7 @@ def copy_out(path: str, limit: int, at: int) -> int:
 def copy_in(path: str, mode: int, at: int) -> int:
     """Writes standard input to a file, from `at` on; from its start it replaces what was there."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    how = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | (0 if at else os.O_CREAT | os.O_TRUNC)
+    how = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | (0 if at else os.O_CREAT | os.O_TRUNC)
     fd = os.open(path, how, mode)
     os.lseek(fd, at, os.SEEK_SET)
     copy_all(0, fd)

@@ -124,7 +124,7 @@ def agent_command(
         env: What commands have in their environment unless they bring something else.
     """
     largest = max(limits.tmpfs_bytes, limits.disk_bytes)
-    rlimits = {"NOFILE": limits.open_files, "FSIZE": largest, "CORE": 0, "MEMLOCK": 1 << 16}
+    rlimits = {"NOFILE": limits.open_files, "FSIZE": largest, "MEMLOCK": 1 << 16}
     if alone:
         rlimits |= {"AS": limits.memory_bytes, "NPROC": limits.pids}
     door = DOOR if network else ""

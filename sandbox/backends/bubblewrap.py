@@ -19,6 +19,7 @@ from pathlib import Path
 from sandbox.backends import bwrap
 from sandbox.backends.base import Started
 from sandbox.backends.cgroups import Cgroup, controllers, leave, sweep
+from sandbox.backends.users import USERS
 from sandbox.egress import jail
 from sandbox.egress.doors import door_of
 from sandbox.errors import InfrastructureError, PolicyError
@@ -68,6 +69,7 @@ class Bubblewrap:
             process_limit="pids" in held,
             cpu_limit="cpu" in held,
             inode_limit=layers,
+            terminal_limit=layers,
             separate_users=os.geteuid() == 0,
             pause="freezer" in held,
             network=not jail.lacking(),
@@ -95,14 +97,17 @@ class Bubblewrap:
             self._agent = await asyncio.to_thread(build, toolkit, program)
         composed = await asyncio.to_thread(composer.acquire, spec) if composer and layered else None
         cgroup = Cgroup.create(box_id, spec.limits)
+        uid = USERS.take() if os.geteuid() == 0 and not composed else None
 
         async def release() -> None:
             await cgroup.remove()
+            if uid is not None:
+                USERS.give_back(uid)
             if composer and composed:
                 await asyncio.to_thread(composer.release, composed.layers)
 
         try:
-            process = await self._spawn(box_id, cgroup, spec, composed)
+            process = await self._spawn(box_id, cgroup, spec, composed, uid)
         except BaseException as error:
             await release()
             if isinstance(error, OSError):
@@ -140,14 +145,14 @@ class Bubblewrap:
         return door_of(self._state_dir, box_id) if spec.network and self._state_dir else None
 
     async def _spawn(
-        self, box_id: str, cgroup: Cgroup, spec: SandboxSpec, composed: Composed | None
+        self, box_id: str, cgroup: Cgroup, spec: SandboxSpec, composed: Composed | None, uid: int | None
     ) -> asyncio.subprocess.Process:
         door = self._door(box_id, spec)
         if self._composer is None or self._composer.missing():
-            return await _execute(cgroup.wrap(bwrap.plain(spec.limits, self._agent, None, door)), None)
+            return await _execute(cgroup.wrap(bwrap.plain(spec.limits, self._agent, None, uid, door)), None)
         places = self._composer.mounts / BOX
         if composed is None:
-            command: Iterable[str] = bwrap.plain(spec.limits, self._agent, places, door)
+            command: Iterable[str] = bwrap.plain(spec.limits, self._agent, places, uid, door)
         else:
             command = bwrap.composed(spec.limits, await self._controlled(), places, composed.env, door)
         trees = composed.trees if composed else ()
@@ -195,6 +200,7 @@ async def _execute(command: list[str], place: Private | None) -> asyncio.subproc
             start_new_session=True,
             limit=1 << 22,
             preexec_fn=enter,
+            env={"PATH": os.environ.get("PATH", os.defpath)},  # pid 1 of a sandbox shows what it was given
         )
     except subprocess.SubprocessError as error:
         assert place is not None

@@ -18,6 +18,12 @@ AGENT_AT = "/run/tempering"
 
 _SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin")
 _ETC = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+_MASKED = (
+    "/proc/kcore", "/proc/kmsg", "/proc/keys", "/proc/timer_list", "/proc/sched_debug", "/proc/latency_stats",
+    "/proc/kpagecgroup", "/proc/kpagecount", "/proc/kpageflags", "/proc/slabinfo", "/proc/vmallocinfo",
+    "/proc/pagetypeinfo", "/proc/allocinfo", "/proc/acpi", "/proc/scsi", "/proc/sysrq-trigger", "/proc/dynamic_debug",
+    "/proc/mtrr", "/proc/vmcore", "/proc/asound",
+)  # fmt: skip
 _CAPABILITIES = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL")
 
 
@@ -51,21 +57,46 @@ def system() -> Iterator[str]:
     for path in _ETC:
         yield from ("--ro-bind-try", path, path)
     yield from ("--proc", "/proc", "--dev", "/dev")
+    yield from masks()
 
 
-def plain(limits: Limits, agent: Path, places: Path | None, door: Path | None) -> Iterator[str]:
+def masks() -> Iterator[str]:
+    """Yields covers for what the kernel shows of itself, some of it to its root alone, which the agent is."""
+    yield from (
+        "--ro-bind",
+        "/proc/sys",
+        "/proc/sys",
+    )  # its files are writable to root without any capability
+    for path in _MASKED:
+        if os.path.isdir(path):
+            yield from ("--size", "4096", "--tmpfs", path, "--remount-ro", path)
+        elif os.path.exists(path):
+            yield from ("--ro-bind", "/dev/null", path)
+
+
+def terminals(places: Path) -> Iterator[str]:
+    """Yields the place of the sandbox's own terminals, of which there is a limited number."""
+    yield from ("--dev-bind", f"{places}/pts", "/dev/pts")
+
+
+def plain(
+    limits: Limits, agent: Path, places: Path | None, uid: int | None, door: Path | None
+) -> Iterator[str]:
     """Yields the command of a sandbox whose root is the machine's own system.
 
     Args:
         limits: Of the sandbox.
         agent: The folder of the agent.
         places: Where its writable folders are mounted already; None to have bubblewrap make them.
+        uid: The first user of its commands; None to run them as the agent's.
         door: Of its network, if it has one.
     """
     program, extra = interpreter()
     yield from namespaces()
     yield from system()
     yield from extra
+    if places is not None:
+        yield from terminals(places)
     for path in ("/tmp", "/workspace", "/dev/shm"):
         if places is not None:
             yield from ("--bind", f"{places}/{path.rpartition('/')[2]}", path)
@@ -74,7 +105,7 @@ def plain(limits: Limits, agent: Path, places: Path | None, door: Path | None) -
     yield from _door(door)
     yield from ("--ro-bind", str(agent), f"{AGENT_AT}/agent", "--remount-ro", "/")
     yield from ("--chdir", "/workspace", "--")
-    yield from (program, *_agent(limits, {}, door))
+    yield from (program, *_agent(limits, {}, uid, door))
 
 
 def composed(
@@ -83,16 +114,20 @@ def composed(
     """Yields the command of a sandbox with a root of layers, which is mounted already.
 
     The agent lies in a mount of its own with its interpreter. An empty list of libraries to load first is
-    mounted over the root's, which could have the agent's own loader take something in.
+    mounted over the root's, which could have the agent's own loader take something in. Commands run as the user
+    to whom the files of layers belong, which is the same in all sandboxes.
     """
+    uid = COMMAND_UID if os.geteuid() == 0 else None
     yield from namespaces()
     yield from ("--bind", f"{places}/root", "/", "--proc", "/proc", "--dev", "/dev")
+    yield from masks()
+    yield from terminals(places)
     yield from ("--bind", f"{places}/shm", "/dev/shm", "--ro-bind", str(control.folder), AGENT_AT)
     yield from ("--ro-bind", str(control.library), f"{AGENT_AT}/lib/{control.library.name}")
     yield from _door(door)
     yield from ("--ro-bind", str(places.parent / NO_PRELOAD), "/etc/ld.so.preload")
     yield from ("--chdir", "/workspace", "--")
-    yield from (*control.command(AGENT_AT), *_agent(limits, env, door))
+    yield from (*control.command(AGENT_AT), *_agent(limits, env, uid, door))
 
 
 def _door(door: Path | None) -> Iterator[str]:
@@ -100,8 +135,7 @@ def _door(door: Path | None) -> Iterator[str]:
         yield from ("--ro-bind", str(door), DOOR)
 
 
-def _agent(limits: Limits, env: dict[str, str], door: Path | None) -> list[str]:
-    uid = COMMAND_UID if os.geteuid() == 0 else None
+def _agent(limits: Limits, env: dict[str, str], uid: int | None, door: Path | None) -> list[str]:
     alone = not {"memory", "pids"} <= controllers()
     return agent_command(AGENT_AT, limits, uid=uid, alone=alone, network=door is not None, env=env)
 

@@ -30,6 +30,9 @@ _IDLE = (("cpu.idle", 1), ("cpu.weight", 1), ("cpu.shares", 2))
 """In order of preference; a group that is idle has no weight to be set."""
 
 _PERIOD_US = 100_000
+SOCKETS = "memory.kmem.tcp.limit_in_bytes"
+"""Version 1 counts the buffers of TCP and UDP for nobody until this is set."""
+
 _REMOVE_S, _FREEZE_S = 5.0, 5.0
 
 
@@ -56,6 +59,7 @@ class Cgroup:
     def wrap(self, argv: Iterable[str]) -> list[str]:
         """Returns a command that enters the groups and becomes `argv`, so that nothing runs outside them."""
         enter = "".join(f"echo $$ > {folder}/cgroup.procs; " for folder in sorted(set(self.folders.values())))
+        enter += "echo 500 > /proc/$$/oom_score_adj; "  # when the machine lacks memory, it is to go first
         return ["/bin/sh", "-c", enter + 'exec "$@"', "sh", *argv]
 
     def oom_counter(self) -> OomCounter:
@@ -223,7 +227,11 @@ def _settings(limits: Limits, v2: bool) -> dict[str, dict[str, str | int]]:
         }
     memory = limits.memory_bytes
     return {
-        "memory": {"memory.limit_in_bytes": memory, "memory.memsw.limit_in_bytes": memory},
+        "memory": {
+            "memory.limit_in_bytes": memory,
+            "memory.memsw.limit_in_bytes": memory,
+            SOCKETS: memory,
+        },
         "pids": {"pids.max": limits.pids},
         "cpu": {"cpu.cfs_period_us": _PERIOD_US, "cpu.cfs_quota_us": quota},
         "cpuacct": {},

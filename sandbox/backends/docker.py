@@ -23,6 +23,7 @@ import requests.exceptions
 
 from sandbox.backends import cgroups
 from sandbox.backends.base import COMMAND_UID, DOOR, Started, agent_command, refuse_layers
+from sandbox.backends.users import USERS
 from sandbox.egress import jail
 from sandbox.egress.doors import door_of
 from sandbox.errors import InfrastructureError, PolicyError, ProtocolError
@@ -34,8 +35,8 @@ from sandbox.types import Capabilities, Limits, SandboxSpec
 STATE_DIR, OWNER, BOX = "tempering.state_dir", "tempering.owner", "tempering.sandbox"
 _STREAM_HEADER = struct.Struct("!BxxxI")
 _STDOUT, _STDERR = 1, 2
-_PAUSE_TRIES, _PAUSE_RETRY_S = 5, 0.05
-_MAX_CHUNK = 1 << 20
+_MAX_CHUNK, _MAX_STDERR = 1 << 20, 1 << 20
+_FREEZES, _FREEZE_RETRY_S = 5, 0.05
 _LEAST_SHARES = 2
 """The least weight of a container, 1024 as a rule; with version 2 the engine sets `cpu.weight` 1."""
 
@@ -83,32 +84,36 @@ class Docker:
         """Starts one container.
 
         Raises:
-            PolicyError: A disk was asked for, layers that do not go together or cannot be mounted here, or an
-                image that the engine does not have.
+            PolicyError: A disk was asked for, or layers that do not go together or cannot be mounted here, or
+                the engine does not have the image.
             LayerError: A layer is not there or damaged.
             InfrastructureError: The engine refused.
         """
         refuse_layers(self.name, SandboxSpec(limits=spec.limits) if self._roots else spec, images=True)
         container: Any = None
         layered: Layered | None = None
+        uid = USERS.take()
         try:
-            image = spec.image or await self._built_in()
-            if self._roots and await asyncio.to_thread(self._roots.wanted, spec):
-                connection = await asyncio.to_thread(self._connect)
-                layered = await asyncio.to_thread(self._roots.prepare, connection, box_id, spec, image)
-            container = await self._container(box_id, owner, spec, image, layered)
+            layered = await self._layered(box_id, spec)
+            container = await self._container(box_id, owner, spec, layered, uid)
             stream = await asyncio.to_thread(_attach, container)
             reader, writer = await asyncio.open_connection(sock=_socket_of(stream), limit=1 << 22)
             await asyncio.to_thread(container.start)
-        except (*_UNREACHABLE, OSError, ImageError) as error:
+        except BaseException as error:
             if container is not None:
                 with contextlib.suppress(*_UNREACHABLE):  # then the reaper finds it when the engine is back
                     await asyncio.to_thread(_remove, container)
+            USERS.give_back(uid)
             if layered is not None:
                 await asyncio.to_thread(layered.release)
+            if not isinstance(error, (*_UNREACHABLE, OSError, ImageError)):
+                raise
             raise InfrastructureError(f"Docker did not start the sandbox: {_first_line(error)}") from error
         groups = await asyncio.to_thread(_groups, container)
         oom_kills = cgroups.OomCounter(groups.get("memory"))
+        with contextlib.suppress(OSError):  # of version 2, or of an engine elsewhere
+            if "memory" in groups:
+                (groups["memory"] / cgroups.SOCKETS).write_text(str(spec.limits.memory_bytes))
 
         async def kill() -> None:
             writer.close()
@@ -117,15 +122,17 @@ class Docker:
                 *_UNREACHABLE
             ):  # the agent ends with its channel, and the container then
                 await asyncio.to_thread(_remove, container)
+                USERS.give_back(uid)
             stream.close()
             if layered is not None:
                 await asyncio.to_thread(layered.release)
 
         async def pause(stop: bool) -> None:
             try:
-                await asyncio.to_thread(_pause if stop else _unpause, container)
+                await asyncio.to_thread(_freeze, container, stop)
             except _UNREACHABLE as error:
-                raise InfrastructureError(f"Docker did not pause or resume: {_first_line(error)}") from error
+                what = f"Docker did not {'pause' if stop else 'resume'}: {_first_line(error)}"
+                raise InfrastructureError(what) from error
 
         async def settle() -> None:
             if spec.latency == "best_effort":
@@ -179,19 +186,29 @@ class Docker:
         if self._client is not None:
             self._client.close()
 
+    async def _layered(self, box_id: str, spec: SandboxSpec) -> Layered | None:
+        if self._roots is None or not await asyncio.to_thread(self._roots.wanted, spec):
+            return None
+        connection, image = await asyncio.to_thread(self._connect), spec.image or await self._built_in()
+        return await asyncio.to_thread(self._roots.prepare, connection, box_id, spec, image)
+
     async def _container(
-        self, box_id: str, owner: str, spec: SandboxSpec, image: str, layered: Layered | None
+        self, box_id: str, owner: str, spec: SandboxSpec, layered: Layered | None, uid: int
     ) -> Any:
+        async def create(image: str, layered: Layered | None) -> Any:
+            return await asyncio.to_thread(self._create, box_id, owner, spec, uid, image, layered)
+
+        if layered is not None:
+            return await create(layered.image, layered)
         try:
-            return await asyncio.to_thread(self._create, box_id, owner, spec, image, layered)
+            return await create(spec.image or await self._built_in(), None)
         except docker.errors.ImageNotFound as error:
-            if layered is not None:
-                raise
             if spec.image:
-                raise PolicyError(f"the engine has no image {image!r}: docker pull it, or load it") from error
+                raise PolicyError(
+                    f"the engine has no image {spec.image!r}: docker pull it, or load it"
+                ) from error
         self._image = ""  # somebody has removed it
-        image = await self._built_in()
-        return await asyncio.to_thread(self._create, box_id, owner, spec, image, layered)
+        return await create(await self._built_in(), None)
 
     async def _built_in(self) -> str:
         async with self._making:
@@ -208,16 +225,18 @@ class Docker:
             self._client = client
         return self._client
 
-    def _create(self, box_id: str, owner: str, spec: SandboxSpec, image: str, layered: Layered | None) -> Any:
+    def _create(
+        self, box_id: str, owner: str, spec: SandboxSpec, uid: int, image: str, layered: Layered | None
+    ) -> Any:
         network, settings = bool(spec.network), hardening(spec.limits)
-        if layered is not None and layered.writable is not None:
-            del settings["tmpfs"]["/workspace"]
+        if layered is not None:
+            uid = COMMAND_UID  # to whom the files of layers belong
+            if layered.writable is not None:
+                del settings["tmpfs"]["/workspace"]
         env = layered.env if layered else {}
-        agent = agent_command(
-            AGENT_FOLDER, spec.limits, uid=COMMAND_UID, alone=False, network=network, env=env
-        )
+        agent = agent_command(AGENT_FOLDER, spec.limits, uid=uid, alone=False, network=network, env=env)
         return self._connect().containers.create(
-            layered.image if layered else image,
+            image,
             [*(layered.interpreter if layered else ["/usr/bin/python3"]), *agent],
             volumes=layered.volumes if layered else {},
             mounts=[self._door(box_id)] if network else [],
@@ -247,12 +266,13 @@ class Demultiplexed:
 
     def __init__(self, reader: asyncio.StreamReader):
         self._reader, self._pending = reader, bytearray()
+        self._dropped = 0
 
     async def readexactly(self, n: int) -> bytes:
         """Reads exactly `n` bytes of standard output; standard error is dropped.
 
         Raises:
-            ProtocolError: The stream is not one of the engine's chunks.
+            ProtocolError: The stream is not one of the engine's chunks, or floods standard error.
         """
         while len(self._pending) < n:
             kind, size = _STREAM_HEADER.unpack(await self._reader.readexactly(_STREAM_HEADER.size))
@@ -261,6 +281,10 @@ class Demultiplexed:
             chunk = await self._reader.readexactly(size)
             if kind == _STDOUT:
                 self._pending += chunk
+            elif (dropped := self._dropped + size) > _MAX_STDERR:
+                raise ProtocolError(f"the agent wrote {dropped} bytes to its standard error")
+            else:
+                self._dropped = dropped
         data = bytes(self._pending[:n])
         del self._pending[:n]
         return data
@@ -302,24 +326,20 @@ def _tmpfs(limits: Limits) -> str:
 
 
 def _ulimits(limits: Limits) -> Iterator[docker.types.Ulimit]:
-    for name, value in (("nofile", max(limits.open_files, 1024)), ("core", 0), ("fsize", limits.tmpfs_bytes)):
+    for name, value in (("nofile", max(limits.open_files, 1024)), ("core", 1), ("fsize", limits.tmpfs_bytes)):
         yield docker.types.Ulimit(name=name, soft=value, hard=value)
 
 
-def _pause(container: Any) -> None:
-    """Pauses a container; a runtime that cannot freeze it at once (its processes fork) is asked again."""
-    for left in reversed(range(_PAUSE_TRIES)):
+def _freeze(container: Any, stop: bool) -> None:
+    """Pauses or resumes; a runtime that cannot freeze it at once (its processes fork) is asked again."""
+    for left in reversed(range(_FREEZES)):
         try:
-            container.pause()
+            container.pause() if stop else container.unpause()
             return
         except docker.errors.APIError as error:
-            if not left or "unable to freeze" not in str(error):
+            if not left or "freeze" not in str(error):
                 raise
-        time.sleep(_PAUSE_RETRY_S)
-
-
-def _unpause(container: Any) -> None:
-    container.unpause()
+        time.sleep(_FREEZE_RETRY_S)
 
 
 def _attach(container: Any) -> Any:

@@ -97,6 +97,8 @@ class Gvisor:
             pause="freezer" in held,
             oom_told=False,
             terminal_signals=False,
+            terminal_limit=True,
+            own_kernel=True,
         )
 
     async def start(self, box_id: str, owner: str, spec: SandboxSpec) -> Started:

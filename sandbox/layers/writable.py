@@ -23,6 +23,9 @@ BOX, PLACES = "box", ("tmp", "workspace", "shm")
 """Where, below the folder of mounts, a sandbox has its own; and what lies there without a composed root."""
 
 _OWN_INODES = 16
+_TERMINALS = b"newinstance,ptmxmode=0666,mode=620,max=64"
+"""The machine has 4096 terminals for all."""
+
 _FLAGS = NO_SUID | NO_DEV
 _RESERVE = 64 << 20
 _OVERLAY = "redirect_dir=nofollow,metacopy=off,index=off,xino=off"
@@ -81,10 +84,11 @@ class Private:
             mount(b"tmpfs", box, b"tmpfs", _FLAGS, tmpfs(self.limits, 0o755))
         else:
             mount(b"tmpfs", box, b"tmpfs", _FLAGS, b"size=64k,nr_inodes=16,mode=755")
-        names = ("upper", "work", "root", "shm") if self.trees else PLACES
+        names = ("pts", *(("upper", "work", "root", "shm") if self.trees else PLACES))
         for name in names:
             os.mkdir(box + b"/" + name.encode())
             os.chmod(box + b"/" + name.encode(), 0o755)
+        mount(b"devpts", box + b"/pts", b"devpts", NO_SUID, _TERMINALS)
         for name in PLACES:
             if name == "shm" or not (self.trees or self.device):
                 mount(b"tmpfs", box + b"/" + name.encode(), b"tmpfs", _FLAGS, tmpfs(self.limits, 0o1777))

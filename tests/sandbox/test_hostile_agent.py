@@ -109,6 +109,13 @@ async def test_all_that_wait_hear_of_the_end() -> None:
     [
         ({"exit_code": True}, b""),
         ({"exit_code": "0"}, b""),
+        ({"exit_code": 256}, b""),
+        ({"exit_code": -9}, b""),
+        ({"exit_code": 10**3000}, b""),
+        ({"signal": 65}, b""),
+        ({"duration_s": float("inf")}, b""),
+        ({"duration_s": float("nan")}, b""),
+        ({"duration_s": -1}, b""),
         ({"stdout_bytes": 3}, b"xx"),
         ({"stdout_bytes": 1, "stderr_bytes": 2}, b"xx"),
         ({"stderr_bytes": -1}, b"xx"),

@@ -34,7 +34,7 @@ SPEC = SandboxSpec(limits=Limits(memory_bytes=128 << 20, tmpfs_bytes=8 << 20, tm
 
 async def test_commands_run_as_the_user_asked_for(box: RemoteBox) -> None:
     assert (await box.exec("id -u", user=2345)).stdout == b"2345\n"
-    assert (await box.exec("id -u")).stdout == b"60000\n"
+    assert int((await box.exec("id -u")).stdout) >= 60000
     await box.exec("echo secret > /tmp/own; chmod 600 /tmp/own", user=2345)
     assert (await box.exec("cat /tmp/own")).exit_code == 1
     result = await box.exec("sleep 4250 & sleep 4250", user=2345, timeout_s=0.3)
@@ -197,7 +197,8 @@ async def test_list_stat_and_remove(box: RemoteBox) -> None:
     assert [(name, info.kind) for name, info in found.items()] == [
         ("e", "dir"), ("f", "file"), ("g", "link"), ("h", "other"), ("i\nj", "file"),
     ]  # fmt: skip
-    assert (found["f"].size, found["f"].mode, found["g"].target, found["f"].uid) == (3, 0o640, "f", 60000)
+    assert (found["f"].size, found["f"].mode, found["g"].target) == (3, 0o640, "f")
+    assert found["f"].uid == int((await box.exec("id -u")).stdout)
     assert await box.stat("/workspace/d/f") == found["f"]
     assert abs(found["f"].mtime / 1e9 - time.time()) < 3600
     with pytest.raises(FileError, match="limit of 2"):
@@ -375,7 +376,7 @@ async def test_extend(fleet: Fleet) -> None:
 async def test_capabilities_are_told(fleet: Fleet, backend: str) -> None:
     told = fleet.capabilities
     assert told.terminal and told.disk_snapshot and not told.memory_snapshot
-    assert told.images is (backend == "docker")
+    assert told.images is (backend == "docker" or os.geteuid() == 0)
     with pytest.raises(PolicyError, match="cores"):
         await fleet.create(SandboxSpec(limits=Limits(cpus=1e6)))
 
