@@ -45,9 +45,7 @@ async def test_a_call_brings_all_it_needs(fleet: Fleet) -> None:
 
 
 async def test_streams_limits_and_what_a_worker_says(worker: RemoteBox) -> None:
-    assert (await worker.exec("echo $X; pwd; id -u", env={"X": "y"})).stdout.startswith(
-        b"y\n/workspace\n1"
-    )
+    assert (await worker.exec("echo $X; pwd; id -u", env={"X": "y"})).stdout.startswith(b"y\n/workspace\n1")
     result = await worker.exec("echo one; sleep 60", timeout_s=0.5)
     assert (result.timed_out, result.exit_code, result.stdout) == (True, None, b"one\n")
     result = await worker.python("x = bytearray(400 << 20)")
