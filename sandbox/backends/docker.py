@@ -134,10 +134,17 @@ class Docker:
                 what = f"Docker did not {'pause' if stop else 'resume'}: {_first_line(error)}"
                 raise InfrastructureError(what) from error
 
+        async def settle() -> None:
+            if spec.latency == "best_effort":
+                try:
+                    await asyncio.to_thread(container.update, cpu_shares=_LEAST_SHARES)
+                except _UNREACHABLE as error:
+                    raise InfrastructureError(f"Docker gave no weight: {_first_line(error)}") from error
+
         writable, started = (layered.writable, layered.spec) if layered else (None, None)
         return Started(
             Demultiplexed(reader), writer, kill, oom_kills, pause, lambda: groups,
-            writable=writable, spec=started,
+            writable=writable, spec=started, settle=settle,
         )  # fmt: skip
 
     async def reclaim(self, state_dir: Path) -> list[str]:
@@ -188,20 +195,20 @@ class Docker:
     async def _container(
         self, box_id: str, owner: str, spec: SandboxSpec, layered: Layered | None, uid: int
     ) -> Any:
-        async def create(image: str) -> Any:
+        async def create(image: str, layered: Layered | None) -> Any:
             return await asyncio.to_thread(self._create, box_id, owner, spec, uid, image, layered)
 
         if layered is not None:
-            return await create(layered.image)
+            return await create(layered.image, layered)
         try:
-            return await create(spec.image or await self._built_in())
+            return await create(spec.image or await self._built_in(), None)
         except docker.errors.ImageNotFound as error:
             if spec.image:
                 raise PolicyError(
                     f"the engine has no image {spec.image!r}: docker pull it, or load it"
                 ) from error
         self._image = ""  # somebody has removed it
-        return await create(await self._built_in())
+        return await create(await self._built_in(), None)
 
     async def _built_in(self) -> str:
         async with self._making:
@@ -235,7 +242,6 @@ class Docker:
             mounts=[self._door(box_id)] if network else [],
             name=f"tempering-{box_id}",
             labels={**spec.labels, STATE_DIR: str(self._state_dir), OWNER: owner, BOX: box_id},
-            cpu_shares=_LEAST_SHARES if spec.latency == "best_effort" else 1024,
             **settings,
         )
 
