@@ -1,7 +1,7 @@
 """What an attack is, where it takes place, and what host and siblings must look like after it.
 
-An attack is an async function that does its worst in a fresh sandbox and fails by `check` when the sandbox, the
-node or the host let it. After each, `Stage.wounds` looks at all that it must not have touched.
+An attack is an async function that does its worst in a fresh sandbox and fails by `check` when the sandbox,
+the node or the host let it. After each, `Stage.wounds` looks at all that it must not have touched.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def check(holds: object, what: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """One attack. `needs`: capabilities without which a tier does not claim to hold it, with `!` those with which."""
+    """One attack. `needs`: capabilities without which (with `!`: with which) no tier claims to hold it."""
 
     name: str
     kind: str
@@ -153,7 +153,8 @@ class Stage:
         with (self.folder / "attacks.log").open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *command, "--", "--max-sandboxes", str(NODE_SANDBOXES), cwd=root, stdout=log, stderr=log,
-                env={**os.environ, "PYTHONPATH": str(root), CANARY: secrets.token_hex(8)}, stdin=asyncio.subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": str(root), CANARY: secrets.token_hex(8)},
+                stdin=asyncio.subprocess.DEVNULL,
             )  # fmt: skip
         while not (self.folder / SOCKET).exists():
             if self._process.returncode is not None:

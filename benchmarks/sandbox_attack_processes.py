@@ -26,7 +26,7 @@ async def calm(scene: Scene, most: int = 14) -> None:
     """Fails unless the attacked sandbox answers, with only a few processes left."""
     await scene.answers()
     deadline = time.monotonic() + 5
-    while (left := await processes(scene.box)) > most and time.monotonic() < deadline:
+    while (left := await processes(scene.box)) > most and time.monotonic() < deadline:  # noqa: ASYNC110
         await asyncio.sleep(0.1)
     check(left <= most, f"{left} processes are left")
 

@@ -1,12 +1,12 @@
-"""Attacks on sandboxes of every isolation tier that this machine has; host and siblings are looked at after each.
+"""Attacks on sandboxes of every isolation tier of this machine; host and siblings are looked at after each.
 
     python -m benchmarks.sandbox_attacks [--tier T] [--only PATTERN] [--off PROTECTION]... [--list]
 
 An attack holds when it does not get what it is after and everything beside it is as before: a sibling answers
-quickly and rightly, the node has not grown, and of the attacked sandbox no process, control group, mount or
-container is left. `-` stands where a tier says, by a capability flag, that it does not claim to hold an attack.
-`--off` switches a protection off in the benchmark's own node, which the attacks must then find. The last line is
-`held H/N`; the exit status is 1 when H is less than N.
+quickly and rightly, the node has not grown, and of the attacked sandbox no process, control group, mount
+or container is left. `-` stands where a tier says, by a capability flag, that it does not claim to hold an
+attack. `--off` switches a protection off in the benchmark's own node, which the attacks must then find. The
+last line is `held H/N`; the exit status is 1 when H is less than N.
 """
 
 from __future__ import annotations
