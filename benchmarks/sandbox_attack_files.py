@@ -266,7 +266,8 @@ async def overwritten(scene: Scene) -> None:
     """Writes over /bin/sh, env, python and the agent, by commands and by upload -> next commands as ever."""
     await scene.box.exec(
         "for f in /bin/sh /usr/bin/env /usr/bin/python3 /usr/bin/echo /etc/ld.so.preload "
-        "/run/tempering/agent/*.py /opt/tempering/agent/*.py /proc/self/exe /proc/1/exe; do echo evil > $f; cp /usr/bin/true $f; rm -f $f; "
+        "/run/tempering/agent/*.py /opt/tempering/agent/*.py "
+        "/proc/self/exe /proc/1/exe; do echo evil > $f; cp /usr/bin/true $f; rm -f $f; "
         "mv $f $f.x; chmod 777 $f; done; mount --bind /usr/bin/true /bin/sh",
         timeout_s=20,
     )
