@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 SOURCES := model sandbox envs rewards rl conf tests benchmarks
 
-.PHONY: demo test test-all check bench coverage docs clean
+.PHONY: demo test test-slow test-all check bench coverage docs clean
 
 demo: $(VENV)/.installed
 	@sh scripts/need_sandbox.sh
@@ -17,6 +17,9 @@ test: $(VENV)/.installed-dev
 
 test-all: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "not gpu and not benchmark $(shell sh scripts/docker_marker.sh) $(shell sh scripts/gvisor_marker.sh)" $(ARGS)
+
+test-slow: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m "slow and not gpu and not benchmark $(shell sh scripts/docker_marker.sh) $(shell sh scripts/gvisor_marker.sh)" $(ARGS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check $(SOURCES)

@@ -50,6 +50,7 @@ PLACES: dict[str, tuple[Hook, ...]] = {
         Hook("sandbox.backends.docker:Docker._create", "after"),
     ),
     "create.started": (Hook("sandbox.births:Births._journal", "before"),),
+    "create.torn": (Hook("sandbox.journal:os.pwrite", "half"),),
     "create.leased": (Hook("sandbox.leases:LeaseFile.hold", "after"),),
     "create.answered": (
         Hook("sandbox.client:Fleet.create", "after", ("client",)),

@@ -6,19 +6,17 @@ Each canary has a box, does there what a cheating agent would, and is verified. 
 that runs the tests in the agent's own box and looks at the exit code would have been fooled. An honest
 solution must be scored 1 without a flag by all three kinds of tests. Controls show that canaries are live:
 the history of a repository that was not sealed, and hidden tests whose leak is let pass, are scored 1. The
-last line holds the figures; the exit status is 1 when one slips or is not flagged, or honest work does not pass.
+last line holds the figures; the exit status is 1 when one slips or is not flagged, or honest work fails.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import io
-import tarfile
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from benchmarks.sandbox_canary_cases import CANARIES, Canary
 from benchmarks.sandbox_canary_task import GOLD, SPEC, plan, repository, without_leaks
@@ -27,6 +25,7 @@ from sandbox.client import Fleet
 from sandbox.remote import RemoteBox
 from sandbox.types import Verdict
 from sandbox.verify import Plan, Report, seal, verify
+from sandbox.verify.files import write as write_files
 
 ROOT = "/workspace"
 _NAIVE = {
@@ -63,14 +62,8 @@ class Row:
 
 async def write(box: RemoteBox, files: Mapping[str, str | bytes]) -> None:
     """Writes files, of which relative paths are below the folder of the work."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for path, text in files.items():
-            data = text.encode() if isinstance(text, str) else text
-            info = tarfile.TarInfo(path.lstrip("/") if path.startswith("/") else f"{ROOT[1:]}/{path}")
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    await box.upload_archive(buffer.getvalue(), "/")
+    encoded = {path: text.encode() if isinstance(text, str) else text for path, text in files.items()}
+    await write_files(box, {str(PurePosixPath(ROOT) / path): data for path, data in encoded.items()})
 
 
 async def act(fleet: Fleet, canary: Canary, asked: Plan, *, naive: bool = True, sealed: bool = True) -> Row:

@@ -82,7 +82,7 @@ _NAMES = [*(f"test_{number}" for number in range(len(VISIBLE) + len(HIDDEN))), "
 def plan(kind: str) -> Plan:
     """Returns the verification: by `functions` (recommended), or by a suite of `unittest` or `pytest`."""
     common: dict[str, Any] = {
-        "allow": ("**",), "spec": SPEC, "canary": CANARY, "package": "intervals", "timeout_s": 20.0,
+        "allow": ("**",), "spec": SPEC, "canary": CANARY, "package": "intervals", "timeout_s": 30.0,
     }  # fmt: skip
     base = {"solution.py": STUB.encode(), TEST_FILE: SUITE.encode()}
     trusted = {TEST_FILE: SUITE.encode(), "tests/__init__.py": b""}
@@ -91,7 +91,7 @@ def plan(kind: str) -> Plan:
         shown = tuple(_case(f"visible {n}", *pair) for n, pair in enumerate(VISIBLE))
         tests = FunctionTests(
             module="solution.py", cases=cases, checker=CHECKER, checks=("test_random",), visible=shown,
-            case_timeout_s=3.0,
+            case_timeout_s=5.0,
         )  # fmt: skip
         return Plan(tests=tests, base=base, trusted=trusted, **common)
     if kind == "unittest":

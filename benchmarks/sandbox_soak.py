@@ -30,6 +30,7 @@ from benchmarks.sandbox_soak_work import Workers
 from sandbox.client import Fleet
 
 EVERY_S = 10.0
+_LEAST = 6
 
 
 async def soak(
@@ -116,6 +117,8 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, default=Path("sandbox_soak.png"))
     parser.add_argument("--samples", type=Path, help="file for the samples, as JSON lines")
     arguments = parser.parse_args()
+    if 60 * arguments.minutes < _LEAST * arguments.every_s:
+        parser.error(f"growth needs at least {_LEAST} samples: run longer, or sample more often (--every-s)")
     docker = None if arguments.no_docker else engine()
     with tempfile.TemporaryDirectory() as folder:
         sampler, workers = asyncio.run(

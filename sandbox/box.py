@@ -254,7 +254,7 @@ class Box:
                 self.resident.clocks.hold()
                 try:
                     await self.started.pause(True)
-                except InfrastructureError:
+                except (InfrastructureError, OSError):
                     await self._go_on()
                     raise
                 self.held_at = time.monotonic()

@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from sandbox.audit import Audit
 from sandbox.channel import Header
 from sandbox.client import Fleet, Reclaimed, release_ownerless
 from sandbox.connection import Connection, Link
-from sandbox.errors import PolicyError
+from sandbox.errors import InfrastructureError, LostError, PolicyError
 from sandbox.listening import Listener, serve
 from sandbox.node import SOCKET
 from sandbox.node_server import OPERATIONS, NodeServer
@@ -36,6 +37,8 @@ from sandbox.warm_spec import read_warm
 from sandbox.web import Caller, WebConnection
 from sandbox.wire import Sink
 
+_PATIENCE_S, _RETRY_S = 5.0, 0.3
+
 
 def run_node(parsed: argparse.Namespace) -> int:
     """Serves a node agent until it is told to stop; the node's sandboxes stay."""
@@ -51,7 +54,7 @@ def run_node(parsed: argparse.Namespace) -> int:
         async def act(who: Principal, header: Header, body: bytes, sink: Sink) -> tuple[Header, bytes]:
             return await node.perform(header, body, sink)
 
-        shell = Shell("node", token_access(token, "front"), act, audit, OPERATIONS)
+        shell = Shell("node", token_access(token, "front"), act, audit, OPERATIONS, health=node.health)
         shell.metrics.gauge("temper_sandbox_node", "What the node holds.", node.samples, "what")
         try:
             await node.start()
@@ -110,6 +113,28 @@ def show_top(parsed: argparse.Namespace) -> int:
 
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(watch(parsed, ask))
+    return 0
+
+
+def check_health(parsed: argparse.Namespace) -> int:
+    """Asks a front or a node agent how it is, waiting for at most `--wait` seconds until it is well."""
+    token = read_token(os.environ, NODE_TOKEN, NODE_TOKEN_FILE)
+
+    async def work() -> str:
+        caller, until = Caller(parsed.url, token), time.monotonic() + parsed.wait
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(_PATIENCE_S):
+                        return await caller.get("/health")
+                except (LostError, InfrastructureError, TimeoutError):
+                    if time.monotonic() > until:
+                        raise
+                await asyncio.sleep(_RETRY_S)
+        finally:
+            await caller.close()
+
+    print(asyncio.run(work()))
     return 0
 
 

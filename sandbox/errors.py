@@ -14,6 +14,8 @@ SandboxError                 anything below; it says nothing about the policy th
 ├── BackendMissingError      the backend is not installed or does not answer; says how to get it
 ├── RefusedError             the node has no room for another sandbox or command; try later or elsewhere
 ├── PolicyError              the backend or the node does not offer what was asked for; asking again is no use
+│   └── LayerError           a layer is not there, damaged, or cannot be built, mounted or published
+│       └── PlantedAnswerError   the scan before publishing found what gives a task's answer away
 ├── StartTimeoutError        the sandbox did not come up in time; it has been removed
 ├── LostError                the sandbox or its node is gone, or was never known
 │   └── SandboxOomError      the sandbox ended because the kernel ended a process of it for memory
@@ -21,8 +23,6 @@ SandboxError                 anything below; it says nothing about the policy th
 ├── FileError                a file operation inside the sandbox failed
 │   ├── DiskFullError        because the sandbox has no room left on disk
 │   └── UnsafeTreeError      a tree or an archive that must not be unpacked
-├── LayerError               a layer is not there, damaged, or cannot be built, mounted or published
-│   └── PlantedAnswerError   the scan before publishing found what gives a task's answer away
 ├── JournalMismatchError     a replayed command is not the one that the journal has in its place
 ├── UnknownOutcomeError      a command was under way when its caller or node died; what it did is not known
 └── InfrastructureError      the node failed at something else
@@ -107,7 +107,7 @@ class UnsafeTreeError(FileError):
     """A tree or an archive leads out of its place, is a bomb, or is more than was allowed."""
 
 
-class LayerError(SandboxError):
+class LayerError(PolicyError):
     """A layer is not there, is damaged, or cannot be built, mounted or published; the text says which."""
 
 

@@ -62,7 +62,7 @@ async def _serve(parsed: argparse.Namespace, bind: Bind) -> None:
         access, secret = _tokens(parsed, state)
         nodes = await _local(state, secret, audit, stack) if parsed.local else parsed.nodes
         front = Front(nodes, access, secret, choices=parsed.choices)
-        shell = _shell(front, access, audit)
+        shell = _shell(front, access, audit, secret)
         stack.push_async_callback(front.close)
         await front.start()
         listeners, tasks = [Listener("front", shell.application(), bind)], [front.tend()]
@@ -96,7 +96,7 @@ async def _local(state: Path, secret: str, audit: Audit, stack: contextlib.Async
 
     stack.push_async_callback(node.close)
     await node.start()
-    shell = Shell("node", token_access(secret, "front"), act, audit, OPERATIONS)
+    shell = Shell("node", token_access(secret, "front"), act, audit, OPERATIONS, health=node.health)
     address, gate = await listen(Listener(_NODE, shell.application(), Bind()), stack, 1024)
     for work in (gate.tend(), node.tend()):
         stack.callback(asyncio.create_task(work).cancel)
@@ -104,8 +104,9 @@ async def _local(state: Path, secret: str, audit: Audit, stack: contextlib.Async
     return state / "nodes"
 
 
-def _shell(front: Front, access: Access, audit: Audit) -> Shell:
-    shell = Shell("front", access, front.act, audit, front.operations)
+def _shell(front: Front, access: Access, audit: Audit, secret: str) -> Shell:
+    probe = token_access(secret, "health")
+    shell = Shell("front", access, front.act, audit, front.operations, health=front.health, probe=probe)
     shell.metrics.gauge(
         "temper_sandbox_nodes", "What the last heartbeats said.", front.node_samples, "node", "what"
     )

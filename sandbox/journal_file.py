@@ -141,6 +141,16 @@ def scan(path: Path, form: Form = JOURNAL) -> Iterator[Scanned]:
         offset = end
 
 
+def begun(path: Path) -> bool:
+    """Whether the first record of a file is there in full."""
+    with path.open("rb") as file:
+        start = file.read(START + RECORD.size)
+        if len(start) < START + RECORD.size:
+            return False
+        head, size, _ = RECORD.unpack_from(start, START)
+        return bool(head) and os.fstat(file.fileno()).st_size >= START + RECORD.size + head + size
+
+
 def _torn(rest: memoryview) -> bool:
     """Whether a record that cannot be read is the file's last: cut short, half on disk, or never written."""
     if len(rest) < RECORD.size or not any(rest):

@@ -12,7 +12,7 @@ from typing import Any
 
 from sandbox.errors import JournalError, LostError
 from sandbox.journal import SYNC_S, Journal
-from sandbox.journal_file import scan
+from sandbox.journal_file import begun, scan
 
 FOLDER = "journals"
 KEEP_S = 86400.0
@@ -46,6 +46,12 @@ class Journals:
             raise
         self._open[box_id] = journal
         return journal
+
+    def drop_unbegun(self) -> None:
+        """Removes journals without their start, which a crash left: nobody ever heard of their sandboxes."""
+        for path in [path for path in self._folder.glob("*") if path.is_file() and not begun(path)]:
+            _LOG.warning("the journal of %s was never begun; it is removed", path.name)
+            path.unlink(missing_ok=True)
 
     def has(self, box_id: str) -> bool:
         """Whether there is a journal of a sandbox."""

@@ -110,6 +110,7 @@ class Node:
             if left := await backend.reclaim(self.state_dir):
                 _LOG.warning("removed what an earlier node left: %s", ", ".join(left))
         self.snapshots.sweep()
+        self.journals.drop_unbegun()
         await self.leases.drop(lambda lease: lease.journal and not self.journals.has(lease.sandbox))
         for one in self._wanted:
             await self.warm.want(OPERATOR, one.backend, one.spec, one.count)
@@ -335,9 +336,9 @@ def _detach(ready: int) -> None:
 
 
 async def _serve(
-    state_dir: Path, limits: NodeLimits, reap_s: float, warm: Sequence[Warm], ready: int | None
+    state_dir: Path, limits: NodeLimits, times: tuple[float, float], warm: Sequence[Warm], ready: int | None
 ) -> None:
-    await Node(state_dir, limits, reap_s=reap_s, warm=warm).serve(ready)
+    await Node(state_dir, limits, *times, warm).serve(ready)
 
 
 def main() -> None:
@@ -346,6 +347,7 @@ def main() -> None:
     parser.add_argument("state_dir", type=Path)
     parser.add_argument("--max-sandboxes", type=int, default=NodeLimits().sandboxes)
     parser.add_argument("--reap-s", type=float, default=PERIOD_S)
+    parser.add_argument("--idle-s", type=float, default=1.0)
     parser.add_argument("--warm", action="append", metavar="FILE[=COUNT]")
     parser.add_argument("--detach", action="store_true")
     arguments = parser.parse_args()
@@ -358,7 +360,8 @@ def main() -> None:
     if ready is not None:
         _detach(ready)
     with held(arguments.state_dir):
-        asyncio.run(_serve(arguments.state_dir, limits, arguments.reap_s, warm, ready))
+        times = (arguments.idle_s, arguments.reap_s)
+        asyncio.run(_serve(arguments.state_dir, limits, times, warm, ready))
 
 
 if __name__ == "__main__":

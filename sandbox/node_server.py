@@ -148,6 +148,10 @@ class NodeServer:
         if self._control is not None:
             await self._control.close()
 
+    def health(self) -> dict[str, Any]:
+        """Returns whether the node behind this agent is there, and whether it takes sandboxes."""
+        return {"ok": self._control is not None and not self._control.lost, "draining": self.draining}
+
     def samples(self) -> Iterator[tuple[tuple[str, ...], float]]:
         """Yields what the agent knows of the node, for the metrics."""
         known = {"owners": len(self._owners), "creates": len(self._flights), "draining": self.draining}

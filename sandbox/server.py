@@ -16,7 +16,7 @@ import random
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,8 @@ from sandbox.groups import Groups
 from sandbox.node_list import changed, read_nodes
 from sandbox.placement import Demand, NodeView, Placer, Room
 from sandbox.quotas import Ledger
-from sandbox.requests import demand_of, operate, owner_of, signed
 from sandbox.session import spec_from
+from sandbox.shapes import check_forks
 from sandbox.tokens import Access, Principal
 from sandbox.types import Capabilities
 from sandbox.warm_spec import size
@@ -52,6 +52,9 @@ HEARTBEAT_S = 1.0
 _PATIENCE_S, _GIVE_UP_S = 5.0, 60.0
 _ELSEWHERE = (RefusedError, LostError, StartTimeoutError, InfrastructureError, BackendMissingError)
 """What one node says and another may not."""
+
+_USUAL = {field.name: field.default for field in fields(Capabilities) if field.default is not MISSING}
+"""What a node of an earlier version does not say of a backend."""
 
 _LOG = logging.getLogger("sandbox.server")
 _Reply = tuple[Header, bytes]
@@ -137,6 +140,11 @@ class Front:
         """
         return await self._operations[header["op"]](who, header, body, sink)
 
+    def health(self) -> dict[str, Any]:
+        """Returns whether any node answers, and how many do."""
+        up = len(self._nodes) - len(self._down())
+        return {"ok": up > 0, "nodes": len(self._nodes), "up": up}
+
     def node_samples(self) -> Iterator[tuple[tuple[str, ...], float]]:
         """Yields what is known of the nodes, for the metrics."""
         for name, view in self.placer.nodes.items():
@@ -183,7 +191,7 @@ class Front:
 
     def _hear(self, load: Header, taken: float) -> None:
         capable = {
-            name: frozenset(capability for capability, there in held.items() if there)
+            name: frozenset(capability for capability, there in {**_USUAL, **held}.items() if there)
             for name, held in load["backends"].items()
         }
         self.placer.observe(
@@ -217,19 +225,14 @@ class Front:
         return await node.caller.request(signed(who, header), body, sink)
 
     async def _fork(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
-        name, count = node_of(str(header["box"])), int(header["count"])
-        if not 0 < count <= 1024:
-            raise PolicyError(f"a fork makes 1 to 1024 sandboxes, not {count}")
+        name, count = node_of(str(header["box"])), check_forks(header["count"])
         self._node(name)
         room = Room(sandboxes=count)
         await self._charge(who, room)
         return await self._send(name, room, who, header, body, sink)
 
     async def _create(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
-        spec = spec_from(header["spec"])
-        if spec.backend:
-            header = {**header, "backend": self._resolve(spec.backend)}
-        demand = demand_of(spec, str(header["backend"]))
+        demand, header = self._asked(header)
         await self._charge(who, demand.room)
         if snapshot := header.get("snapshot"):
             node = self._node(node_of(str(snapshot)))
@@ -288,8 +291,15 @@ class Front:
         )
         return next(there, None)
 
+    def _asked(self, header: Header) -> tuple[Demand, Header]:
+        """Returns what a request needs of a node, and the request with the backend that it stands for."""
+        spec = spec_from(header["spec"])
+        if spec.backend:
+            header = {**header, "backend": self._resolve(spec.backend)}
+        return demand_of(spec, str(header["backend"])), header
+
     async def _claim(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
-        demand = demand_of(spec_from(header["spec"]), str(header["backend"]))
+        demand, header = self._asked(header)
         room = Room().plus(demand.room, size(header["count"], "claim"))
         names = None
         if header.get("key"):
@@ -308,7 +318,7 @@ class Front:
         return await self._groups.claim(demand, header, self._down(), names, send)
 
     async def _warm(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
-        demand = demand_of(spec_from(header["spec"]), str(header["backend"]))
+        demand, header = self._asked(header)
         owner = f"{who.project}:{owner_of(header)}"
         name = self._groups.home(demand, header, owner, self._down())
         return await self._node(name).caller.request(self._shared(name, who, header), body, sink)
@@ -391,8 +401,7 @@ class Front:
         sure = frozenset[str].intersection(
             *(view.backends[backend] for view in views if backend in view.backends)
         )
-        fields = Capabilities.__dataclass_fields__
-        capabilities = {name: name in sure for name in fields}
+        capabilities = {field.name: field.name in sure for field in fields(Capabilities)}
         return {"backend": backend, "pid": os.getpid(), "capabilities": capabilities}, b""
 
     async def _describe(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import json
 import logging
 import ssl
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
@@ -19,7 +19,7 @@ from sandbox.channel import Header
 from sandbox.errors import PolicyError, ProtocolError, SandboxError
 from sandbox.metrics import Metrics
 from sandbox.tokens import Access, Principal
-from sandbox.versions import API
+from sandbox.versions import API, reply_for
 from sandbox.wire import MAX_REQUEST, VERSION, Sink, answer, read_call, refusal, version_of
 
 Act = Callable[[Principal, Header, bytes, Sink], Awaitable[tuple[Header, bytes]]]
@@ -71,7 +71,29 @@ class Bind:
 class Shell:
     """An HTTP server around `act`: nothing reaches that without a token and a version that is served."""
 
-    def __init__(self, kind: str, access: Access, act: Act, audit: Audit, operations: frozenset[str]):
+    def __init__(
+        self,
+        kind: str,
+        access: Access,
+        act: Act,
+        audit: Audit,
+        operations: frozenset[str],
+        *,
+        health: Callable[[], Mapping[str, Any]] = dict[str, Any],
+        probe: Access | None = None,
+    ):
+        """Makes a server.
+
+        Args:
+            kind: front or node, for the names of metrics.
+            access: Who may call.
+            act: Performs a call.
+            audit: Where calls are written down.
+            operations: What can be asked for.
+            health: Says how it is: `ok`, and why.
+            probe: Who may ask for that besides those who may call.
+        """
+        self._health_of, self._probe = health, probe
         self._access, self._act, self._audit, self._operations = access, act, audit, operations
         self.metrics = Metrics()
         prefix = f"temper_sandbox_{kind}"
@@ -92,7 +114,10 @@ class Shell:
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        principal = self._access.principal(request.headers.get("Authorization", ""))
+        given = request.headers.get("Authorization", "")
+        principal = self._access.principal(given)
+        if principal is None and self._probe is not None and request.path == "/health":
+            principal = self._probe.principal(given)
         if principal is None:
             self._denied.add()
             self._audit.write(event="denied", peer=request.remote, path=request.path[:200])
@@ -113,7 +138,7 @@ class Shell:
 
     async def _call(self, request: web.Request) -> web.StreamResponse:
         try:
-            version_of(request.headers)
+            version = version_of(request.headers)
         except PolicyError as error:
             return refusal(error, 400)
         try:
@@ -121,7 +146,13 @@ class Shell:
                 header, body = await read_call(request)
         except TimeoutError as error:
             raise ProtocolError(f"the call did not arrive within {_BODY_S:.0f} s") from error
-        return await answer(request, header, body, self.watched(self._who(request)))
+        perform = self.watched(self._who(request))
+
+        async def spoken(header: Header, body: bytes, sink: Sink) -> tuple[Header, bytes]:
+            reply, data = await perform(header, body, sink)
+            return reply_for(version, reply), data
+
+        return await answer(request, header, body, spoken)
 
     def watched(self, principal: Principal) -> Callable[..., Awaitable[tuple[Header, bytes]]]:
         """Returns what performs the calls of a principal, counted and written into the audit log."""
@@ -181,4 +212,6 @@ class Shell:
         return web.Response(text=self.metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4"})
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
-        return web.Response(text=json.dumps({"api": API}), headers={VERSION: str(API)})
+        about = {"api": API, "ok": True, **self._health_of()}
+        status = 200 if about["ok"] else 503
+        return web.json_response(about, status=status, headers={VERSION: str(API)})

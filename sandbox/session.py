@@ -16,11 +16,11 @@ from sandbox.channel import ByteReader, Header, encode, read_frame
 from sandbox.errors import InfrastructureError, PolicyError, ProtocolError, SandboxError, to_wire
 from sandbox.policy import Network
 from sandbox.recovery import Claim
-from sandbox.shapes import MAX_LEASE_S, MAX_LIFE_S, check_spec, check_time
+from sandbox.shapes import MAX_LEASE_S, MAX_LIFE_S, check_forks, check_spec, check_time
 from sandbox.shares import shares_from
 from sandbox.types import Limits, SandboxSpec
 from sandbox.usage import rows
-from sandbox.versions import API, UNSAID, served
+from sandbox.versions import API, UNSAID, reply_for, served
 
 if TYPE_CHECKING:
     from sandbox.box import Box
@@ -107,14 +107,15 @@ class Session:
         backend = await self._node.pick(header["backend"])
         if self._owner:
             raise ProtocolError("a client has one owner")
-        served(header.get("version", UNSAID))
+        version = served(header.get("version", UNSAID))
         lease_s = check_time(header["lease_s"], "lease_s", 0.0, MAX_LEASE_S)
         owner = str(header["owner"])
         self._lease = self._node.join(owner, lease_s)
         self._owner = owner
         capabilities = asdict(backend.capabilities())
-        about = {"backend": backend.name, "pid": os.getpid(), "version": API}
-        return {**about, "lease_s": self._lease.lease_s, "capabilities": capabilities}, b""
+        about: Header = {"backend": backend.name, "pid": os.getpid(), "version": API}
+        about |= {"lease_s": self._lease.lease_s, "capabilities": capabilities}
+        return reply_for(version, about), b""
 
     async def _create(self, header: Header, body: bytes) -> _Reply:
         spec = spec_from(header["spec"])
@@ -141,14 +142,15 @@ class Session:
         shares = shares_from(header.get("shares", ()))
         spec, count = spec_from(header["spec"]), int(header["count"])
         backend = await self._backend(header, spec)
-        return (await self._node.warm.want(self._owner, backend, spec, count, shares)).about(), b""
-
-    async def _backend(self, header: Header, spec: SandboxSpec) -> str:
-        return (await self._node.pick(spec.backend)).name if spec.backend else str(header["backend"])
+        pool = await self._node.warm.want(self._owner, backend, spec, count, shares)
+        return pool.about(), b""
 
     async def _keep_warm(self, header: Header, body: bytes) -> _Reply:
         self._node.warm.keep(header["pools"])
         return {}, b""
+
+    async def _backend(self, header: Header, spec: SandboxSpec) -> str:
+        return (await self._node.pick(spec.backend)).name if spec.backend else str(header["backend"])
 
     async def _hold_back(self, header: Header, body: bytes) -> _Reply:
         self._node.warm.hold_back(bool(header["on"]))
@@ -214,7 +216,8 @@ class Session:
 
     async def _fork(self, header: Header, body: bytes) -> _Reply:
         shares = shares_from(header.get("shares", ()))
-        made = await self._node.births.fork(self._owner, header["box"], int(header["count"]), shares)
+        count = check_forks(header["count"])
+        made = await self._node.births.fork(self._owner, header["box"], count, shares)
         return {"boxes": [box.id for box in made], "about": [self._about(box) for box in made]}, b""
 
     async def _close(self, header: Header, body: bytes) -> _Reply:

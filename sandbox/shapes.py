@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sandbox.types import SandboxSpec
 
 MAX_LIFE_S = 30 * 86400.0
+MAX_FORKS = 256
 MAX_LEASE_S = 7 * 86400.0
 _MAX_COMMAND_S = 7 * 86400.0
 _MAX_OUTPUT = 1 << 32
@@ -54,6 +55,17 @@ def check_spec(spec: SandboxSpec) -> SandboxSpec:
     if not isinstance(cast("object", spec.image), str) or not isinstance(cast("object", spec.journal), bool):
         raise PolicyError("an image has a name, which is a text, and a sandbox has a journal or has none")
     return spec
+
+
+def check_forks(count: object) -> int:
+    """Returns how many sandboxes a fork makes.
+
+    Raises:
+        PolicyError: It is no number of them, or more than a node makes at once.
+    """
+    if not is_count(count) or not 0 < count <= MAX_FORKS:
+        raise PolicyError(f"a fork makes 1 to {MAX_FORKS} sandboxes, not {str(count)[:40]}")
+    return count
 
 
 def check_time(value: object, name: str, least: float, most: float) -> float:

@@ -22,9 +22,16 @@ UNSAID = 2
 """The version of a node, or of its client, that does not say which."""
 
 _SPEC_2 = frozenset({"image", "limits", "labels", "ttl_s", "journal"})
+_LIMITS_2 = frozenset({"cpus", "memory_bytes", "pids", "tmpfs_bytes", "tmpfs_inodes", "open_files"})
+_CAPABILITIES_2 = frozenset(
+    {
+        "images", "memory_limit", "process_limit", "cpu_limit", "inode_limit", "separate_users", "pause",
+        "disk_snapshot", "memory_snapshot", "terminal",
+    }
+)  # fmt: skip
 _NEW_IN_3 = frozenset({"describe", "claim", "denials", "warm", "hold_back", "top"})
 _COMMANDS_OF_3 = frozenset({"move", "processes", "phase", "halt"})
-_FIELDS_OF_3 = frozenset({"files", "at", "flow", "life_s", "eof"})
+_FIELDS_OF_3 = frozenset({"files", "at", "flow", "life_s"})
 
 
 def served(said: object) -> int:
@@ -61,9 +68,21 @@ def request_for(version: int, header: Header) -> Header:
         return header
     spec = cast("Mapping[str, Any]", header["spec"])
     plain: Mapping[str, Any] = asdict(SandboxSpec())
+    limits = cast("Mapping[str, Any]", spec["limits"])
     asked = [name for name in spec if name not in _SPEC_2 and spec[name] != plain.get(name)]
+    asked += [name for name in limits if name not in _LIMITS_2 and limits[name] != plain["limits"].get(name)]
     if asked:
         raise PolicyError(
             f"the server is of version {version}, without {', '.join(sorted(asked))}: update it"
         )
-    return {**header, "spec": {name: value for name, value in spec.items() if name in _SPEC_2}}
+    known = {name: value for name, value in spec.items() if name in _SPEC_2}
+    known["limits"] = {name: value for name, value in limits.items() if name in _LIMITS_2}
+    return {**header, "spec": known}
+
+
+def reply_for(version: int, reply: Header) -> Header:
+    """Returns a reply as a caller of `version` understands it."""
+    if version >= API or not isinstance(reply.get("capabilities"), dict):
+        return reply
+    held = cast("Header", reply["capabilities"])
+    return {**reply, "capabilities": {name: held[name] for name in held if name in _CAPABILITIES_2}}

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from sandbox.box import Box
 from sandbox.errors import PolicyError, RefusedError, SandboxError
+from sandbox.layers.compose import pinned
 from sandbox.limiter import StartRate, start_rate
 from sandbox.shares import Share, check
 from sandbox.types import SandboxSpec
@@ -100,7 +101,7 @@ class WarmPools:
 
     def ready(self, backend: str, spec: SandboxSpec) -> int:
         """Returns how many of a specification are ready."""
-        return self.counts().get(pool_id(backend, spec), 0)
+        return self.counts().get(pool_id(backend, pinned(self._node.state_dir, spec)), 0)
 
     def about(self) -> list[dict[str, Any]]:
         """Returns what an operator is told of the pools."""
@@ -130,6 +131,7 @@ class WarmPools:
             raise PolicyError(
                 f"the node holds {self._node.limits.sandboxes} sandboxes, not {count} warm ones"
             )
+        spec = pinned(self._node.state_dir, spec)  # a name that moves leads to another pool
         name = pool_id(backend, spec)
         before = self._pools[name].wanted.get(owner, 0) if name in self._pools else 0
         if count > before:
@@ -186,7 +188,8 @@ class WarmPools:
             RefusedError: The project's quota would be passed.
             LostError: The owner has gone meanwhile.
         """
-        pool = self._pools.get(pool_id(backend, spec)) if self._pools else None
+        name = pool_id(backend, pinned(self._node.state_dir, spec)) if self._pools else ""
+        pool = self._pools.get(name)
         for _ in range(_TRIES):
             if pool is None or len(pool.ready) < len(keys):
                 return None

@@ -17,6 +17,8 @@ from rl.launch.roots import check_roots
 from rl.watch.wandb_log import choose_mode
 from sandbox.backends.function import Function
 from sandbox.backends.gvisor import Gvisor
+from sandbox.layers import erofs
+from sandbox.layers.compose import lacking
 
 _MIN_DISK_GB = 5
 
@@ -67,6 +69,18 @@ def _more_backends() -> Iterator[Finding]:
     ):
         problem = asyncio.run(backend.missing())
         yield Finding(backend.name, not problem, problem or what, needed=False)
+    yield _layers()
+
+
+def _layers() -> Finding:
+    problem = lacking()
+    form = (
+        "as EROFS images" if erofs.available() else "as folders; EROFS images need erofs-utils and the kernel"
+    )
+    tools = [name for name in ("git", "mkfs.ext4") if shutil.which(name) is None]
+    found = form + (f"; without {', '.join(tools)}" if tools else "")
+    fix = "as root: apt-get install -y erofs-utils e2fsprogs git"
+    return Finding("layers", not problem, problem or found, fix, needed=False)
 
 
 def _python() -> Finding:

@@ -52,6 +52,11 @@ def add_sandbox(
     _add_server(node, 7331)
     _add_looks(sandbox)
     add_layer(sandbox, parser_class, STATE)
+    health = _add(
+        sandbox, "health", "check_health", "ask a front or node agent how it is (with the node token)"
+    )
+    health.add_argument("--url", required=True, help="of the front or the agent")
+    health.add_argument("--wait", type=float, default=0.0, help="seconds to wait until it is well")
     _add(sandbox, "token", "make_token", "make a token, and its hash for an access file")
 
 

@@ -418,6 +418,9 @@ def confine(config: Header) -> None:
     """Gives up, for good and for all children, new privileges and the system calls of the filter."""
     libc.prctl(libc.PR_SET_NO_NEW_PRIVS, 1)
     if config["uid"] is None:
+        score = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+        os.write(score, b"1000")
+        os.close(score)
         libc.prctl(libc.PR_SET_DUMPABLE, 0)  # commands share the agent's user: no ptrace of it
     if config["seccomp"] and not config["fresh"]:  # then each command has it, as keepers make namespaces
         libc.filter_calls(binascii.a2b_base64(config["seccomp"]))

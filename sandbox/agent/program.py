@@ -35,7 +35,8 @@ def become_command(streams: list[int], uid: int | None, brief: bool, config: Hea
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         for number in (signal.SIGPIPE, signal.SIGCHLD, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
-        write_once("/proc/self/oom_score_adj", b"1000")
+        if uid is not None:  # without root the agent has done so: its own files in /proc are closed to it now
+            write_once("/proc/self/oom_score_adj", b"1000")
         for name, value in config["rlimits"].items():
             resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
         ENVIRONMENT.update(config.get("env") or {})

@@ -109,6 +109,20 @@ def container_groups(container: str, root: Path = _ROOT) -> dict[str, Path]:
     return found
 
 
+def groups_of(pid: int, root: Path = _ROOT) -> dict[str, Path]:
+    """Returns the groups that a process is in, by controller; with version 2 they are all the same."""
+    found: dict[str, Path] = {}
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+            number, names, path = line.split(":", 2)
+            if unified(root) and number == "0":
+                found |= dict.fromkeys(("memory", "pids", "cpu"), root / path.lstrip("/"))
+            elif not unified(root):
+                places = {name: root / name / path.lstrip("/") for name in names.split(",") if name}
+                found |= {name: place for name, place in places.items() if place.exists()}
+    return found
+
+
 @functools.cache
 def controllers(root: Path = _ROOT) -> frozenset[str]:
     """Returns the controllers of which this process can make groups."""

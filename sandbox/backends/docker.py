@@ -26,7 +26,7 @@ from sandbox.backends.base import COMMAND_UID, DOOR, Started, agent_command, ref
 from sandbox.backends.users import USERS
 from sandbox.egress import jail
 from sandbox.egress.doors import door_of
-from sandbox.errors import InfrastructureError, ProtocolError
+from sandbox.errors import InfrastructureError, PolicyError, ProtocolError
 from sandbox.images import AGENT_FOLDER, ImageError, ensure_image
 from sandbox.layers.compose import Composer
 from sandbox.layers.containers import ContainerRoots, Layered
@@ -35,8 +35,8 @@ from sandbox.types import Capabilities, Limits, SandboxSpec
 STATE_DIR, OWNER, BOX = "tempering.state_dir", "tempering.owner", "tempering.sandbox"
 _STREAM_HEADER = struct.Struct("!BxxxI")
 _STDOUT, _STDERR = 1, 2
-_PAUSE_TRIES, _PAUSE_RETRY_S = 5, 0.05
 _MAX_CHUNK, _MAX_STDERR = 1 << 20, 1 << 20
+_FREEZES, _FREEZE_RETRY_S = 5, 0.05
 _LEAST_SHARES = 2
 """The least weight of a container, 1024 as a rule; with version 2 the engine sets `cpu.weight` 1."""
 
@@ -53,6 +53,7 @@ class Docker:
         self._roots = ContainerRoots(composer, state_dir / "toolkit") if composer and state_dir else None
         self._client: Any = None
         self._image: str = ""
+        self._remapped = False
         self._making = asyncio.Lock()
 
     async def missing(self) -> str:
@@ -61,10 +62,12 @@ class Docker:
             await asyncio.to_thread(self._connect)
         except _UNREACHABLE as error:
             return f"no Docker engine answers ({_first_line(error)})"
+        if not str(self._client.api.base_url).startswith("http+docker://"):
+            return "the engine is not of this machine: sandboxes need one behind a Unix socket (DOCKER_HOST)"
         return ""
 
     def capabilities(self) -> Capabilities:
-        """Returns what a container holds: everything."""
+        """Returns what a container holds; one with users of its own cannot reach the door to a network."""
         return Capabilities(
             images=True,
             memory_limit=True,
@@ -73,7 +76,7 @@ class Docker:
             inode_limit=True,
             separate_users=True,
             pause=True,
-            network=not jail.lacking(),
+            network=not jail.lacking() and not self._remapped,
             layers=self._composer is not None and not self._composer.missing(),
         )
 
@@ -81,7 +84,8 @@ class Docker:
         """Starts one container.
 
         Raises:
-            PolicyError: A disk was asked for, or layers that do not go together or cannot be mounted here.
+            PolicyError: A disk was asked for, or layers that do not go together or cannot be mounted here, or
+                the engine does not have the image.
             LayerError: A layer is not there or damaged.
             InfrastructureError: The engine refused.
         """
@@ -90,26 +94,23 @@ class Docker:
         layered: Layered | None = None
         uid = USERS.take()
         try:
-            image = spec.image or await self._built_in()
-            if self._roots and await asyncio.to_thread(self._roots.wanted, spec):
-                connection = await asyncio.to_thread(self._connect)
-                layered = await asyncio.to_thread(self._roots.prepare, connection, box_id, spec, image)
-            container = await asyncio.to_thread(self._create, box_id, owner, spec, image, layered, uid)
+            layered = await self._layered(box_id, spec)
+            container = await self._container(box_id, owner, spec, layered, uid)
             stream = await asyncio.to_thread(_attach, container)
             reader, writer = await asyncio.open_connection(sock=_socket_of(stream), limit=1 << 22)
             await asyncio.to_thread(container.start)
         except (*_UNREACHABLE, OSError, ImageError) as error:
             if container is not None:
-                await asyncio.to_thread(_remove, container)
+                with contextlib.suppress(*_UNREACHABLE):  # then the reaper finds it when the engine is back
+                    await asyncio.to_thread(_remove, container)
             USERS.give_back(uid)
             if layered is not None:
                 await asyncio.to_thread(layered.release)
             raise InfrastructureError(f"Docker did not start the sandbox: {_first_line(error)}") from error
-        group = cgroups.container_groups(str(container.id)).get("memory")
-        oom_kills = cgroups.OomCounter(group)
-        with contextlib.suppress(OSError):  # of version 2, or of an engine elsewhere
-            if group is not None:
-                (group / cgroups.SOCKETS).write_text(str(spec.limits.memory_bytes))
+        groups = await asyncio.to_thread(_groups, container)
+        oom_kills = cgroups.OomCounter(groups.get("memory"))
+        with contextlib.suppress(OSError, KeyError):  # of version 2, or of an engine elsewhere
+            (groups["memory"] / cgroups.SOCKETS).write_text(str(spec.limits.memory_bytes))
 
         async def kill() -> None:
             writer.close()
@@ -125,11 +126,11 @@ class Docker:
 
         async def pause(stop: bool) -> None:
             try:
-                await asyncio.to_thread(_pause if stop else _unpause, container)
+                await asyncio.to_thread(_freeze, container, stop)
             except _UNREACHABLE as error:
-                raise InfrastructureError(f"Docker did not pause or resume: {_first_line(error)}") from error
+                what = f"Docker did not {'pause' if stop else 'resume'}: {_first_line(error)}"
+                raise InfrastructureError(what) from error
 
-        groups = cgroups.container_groups(str(container.id))
         writable, started = (layered.writable, layered.spec) if layered else (None, None)
         return Started(
             Demultiplexed(reader), writer, kill, oom_kills, pause, lambda: groups,
@@ -175,6 +176,30 @@ class Docker:
         if self._client is not None:
             self._client.close()
 
+    async def _layered(self, box_id: str, spec: SandboxSpec) -> Layered | None:
+        if self._roots is None or not await asyncio.to_thread(self._roots.wanted, spec):
+            return None
+        connection, image = await asyncio.to_thread(self._connect), spec.image or await self._built_in()
+        return await asyncio.to_thread(self._roots.prepare, connection, box_id, spec, image)
+
+    async def _container(
+        self, box_id: str, owner: str, spec: SandboxSpec, layered: Layered | None, uid: int
+    ) -> Any:
+        if layered is not None:  # commands are the user to whom the files of layers belong
+            return await asyncio.to_thread(
+                self._create, box_id, owner, spec, layered.image, layered, COMMAND_UID
+            )
+        try:
+            image = spec.image or await self._built_in()
+            return await asyncio.to_thread(self._create, box_id, owner, spec, image, None, uid)
+        except docker.errors.ImageNotFound as error:
+            if spec.image:
+                raise PolicyError(
+                    f"the engine has no image {spec.image!r}: docker pull it, or load it"
+                ) from error
+        self._image = ""  # somebody has removed it
+        return await asyncio.to_thread(self._create, box_id, owner, spec, await self._built_in(), None, uid)
+
     async def _built_in(self) -> str:
         async with self._making:
             if not self._image:
@@ -185,6 +210,8 @@ class Docker:
         if self._client is None:
             client: Any = docker.from_env(timeout=60)
             client.ping()
+            security = str(client.info().get("SecurityOptions"))
+            self._remapped = "name=userns" in security or "name=rootless" in security
             self._client = client
         return self._client
 
@@ -192,10 +219,8 @@ class Docker:
         self, box_id: str, owner: str, spec: SandboxSpec, image: str, layered: Layered | None, uid: int
     ) -> Any:
         network, settings = bool(spec.network), hardening(spec.limits)
-        if layered is not None:
-            uid = COMMAND_UID  # to whom the files of layers belong
-            if layered.writable is not None:
-                del settings["tmpfs"]["/workspace"]
+        if layered is not None and layered.writable is not None:
+            del settings["tmpfs"]["/workspace"]
         env = layered.env if layered else {}
         agent = agent_command(AGENT_FOLDER, spec.limits, uid=uid, alone=False, network=network, env=env)
         return self._connect().containers.create(
@@ -294,20 +319,16 @@ def _ulimits(limits: Limits) -> Iterator[docker.types.Ulimit]:
         yield docker.types.Ulimit(name=name, soft=value, hard=value)
 
 
-def _pause(container: Any) -> None:
-    """Pauses a container; a runtime that cannot freeze it at once (its processes fork) is asked again."""
-    for left in reversed(range(_PAUSE_TRIES)):
+def _freeze(container: Any, stop: bool) -> None:
+    """Pauses or resumes; a runtime that cannot freeze it at once (its processes fork) is asked again."""
+    for left in reversed(range(_FREEZES)):
         try:
-            container.pause()
+            container.pause() if stop else container.unpause()
             return
         except docker.errors.APIError as error:
-            if not left or "unable to freeze" not in str(error):
+            if not left or "freeze" not in str(error):
                 raise
-        time.sleep(_PAUSE_RETRY_S)
-
-
-def _unpause(container: Any) -> None:
-    container.unpause()
+        time.sleep(_FREEZE_RETRY_S)
 
 
 def _attach(container: Any) -> Any:
@@ -318,6 +339,16 @@ def _socket_of(stream: Any) -> socket.socket:
     sock: socket.socket = stream._sock
     sock.setblocking(False)
     return sock
+
+
+def _groups(container: Any) -> dict[str, Path]:
+    """Returns a container's control groups; where the engine was told another place, by its first process."""
+    if found := cgroups.container_groups(str(container.id)):
+        return found
+    with contextlib.suppress(*_UNREACHABLE):
+        container.reload()
+        return cgroups.groups_of(int(container.attrs["State"]["Pid"]))
+    return {}
 
 
 def _remove(container: Any) -> None:

@@ -31,7 +31,7 @@ _SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin")
 _ETC = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 _SCRATCH = ("/tmp", "/workspace", "/dev/shm")
 _AGENT_AT = "/run/tempering"
-_PYTHON, _BUSYBOX = "/usr/bin/python3", "/usr/bin/busybox"
+_PYTHON = "/usr/bin/python3"
 _LISTERS = ("/usr/bin/ls", "/usr/bin/stat")
 """An old gVisor refuses a flag that these give to every call; busybox has them without it."""
 
@@ -154,8 +154,8 @@ class Gvisor:
         for path in (*_SYSTEM, *_ETC):
             if os.path.exists(path) and (path in _ETC or not os.path.islink(path)):
                 mounts.append(_bind(os.path.realpath(path), path))
-        if not self._lists and os.path.exists(_BUSYBOX):
-            mounts += [_bind(_BUSYBOX, path) for path in _LISTERS if os.path.exists(path)]
+        if not self._lists and (busybox := shutil.which("busybox")):
+            mounts += [_bind(os.path.realpath(busybox), path) for path in _LISTERS if os.path.exists(path)]
         if self._agent is not None:
             mounts.append(_bind(str(self._agent), f"{_AGENT_AT}/agent"))
         sized = ["nosuid", "nodev", "mode=1777", f"size={limits.tmpfs_bytes}"]
@@ -189,7 +189,7 @@ class Gvisor:
                 process.kill()
                 await process.wait()
         self._lists = out.endswith(b"/tmp\n")
-        self._works = out.startswith(b"here\n") and (self._lists or os.path.exists(_BUSYBOX))
+        self._works = out.startswith(b"here\n") and (self._lists or shutil.which("busybox") is not None)
         if not out.startswith(b"here\n"):
             return f"runsc cannot run a sandbox here: {_last_line(problem)}"
         if not self._works:

@@ -58,7 +58,8 @@ class Finding:
         return f"{self.kind}:{self.path}"
 
     def __str__(self) -> str:
-        return f"{self.name}  {self.detail}"
+        text = f"{self.name}  {self.detail}"  # names in files need not be text
+        return text.encode(errors="backslashreplace").decode()
 
 
 @dataclass(frozen=True, slots=True)

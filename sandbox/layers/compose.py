@@ -44,6 +44,25 @@ class Composed:
     env: dict[str, str] = field(default_factory=dict[str, str])
 
 
+def lacking() -> str:
+    """Returns in one line why this machine composes no roots; empty when it does."""
+    if os.geteuid() != 0:
+        return "layers are composed by root alone (mounts): run the node as root"
+    if "\toverlay\n" not in Path("/proc/filesystems").read_text():
+        return "this kernel has no overlay file system: modprobe overlay"
+    return ""
+
+
+def pinned(state_dir: Path, spec: SandboxSpec) -> SandboxSpec:
+    """Returns a specification in which names of layers are digests, for the node of a state folder.
+
+    Raises:
+        LayerError: A layer is not there.
+    """
+    asked = spec.image or spec.workspace or spec.toolkit
+    return Composer(state_dir).pinned(spec) if asked else spec
+
+
 class Composer:
     """Holds the layers of a node's sandboxes. Its methods block; call them from a thread."""
 
@@ -55,15 +74,7 @@ class Composer:
 
     def missing(self) -> str:
         """Returns in one line why no root can be composed here; empty when it can."""
-        if os.geteuid() != 0:
-            return "layers are composed by root alone (mounts): run the node as root"
-        if "\toverlay\n" not in Path("/proc/filesystems").read_text():
-            return "this kernel has no overlay file system: modprobe overlay"
-        return ""
-
-    def wanted(self, spec: SandboxSpec) -> bool:
-        """Whether a specification asks for a root of layers."""
-        return bool(spec.image or spec.workspace or spec.toolkit)
+        return lacking()
 
     def pinned(self, spec: SandboxSpec) -> SandboxSpec:
         """Returns a specification in which names of layers are digests, so that it stays what it is.

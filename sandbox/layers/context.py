@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from sandbox.archives import read_archive
-from sandbox.errors import FileError
+from sandbox.errors import SandboxError
 from sandbox.layers.dockerfile import Step
 from sandbox.layers.inside import inside
 from sandbox.layers.tree import write
@@ -42,7 +42,7 @@ class Context:
         for source in sources:
             try:
                 self._copy(step, source, root, place, into)
-            except (FileError, OSError) as error:
+            except (SandboxError, OSError) as error:
                 raise step.error(f"{source.name}: {error}") from error
 
     def _find(self, step: Step, pattern: str) -> list[Path]:

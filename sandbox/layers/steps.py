@@ -69,7 +69,7 @@ def run(
     with ExitStack() as stack:
         stack.callback(leave)
         stack.callback(cgroup.end)
-        output = stack.enter_context(tempfile.TemporaryFile())
+        output = stack.enter_context(tempfile.TemporaryFile(dir=root.parent))  # its size is limited
         reading, writing = os.pipe()
         stack.callback(os.close, reading)
         with os.fdopen(writing, "wb") as file:

@@ -116,11 +116,14 @@ class LayerStore:
     def draft(self) -> Generator[Path]:
         """Gives a folder to build in, which goes when the block ends."""
         drafts = self.folder / "drafts"
-        drafts.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = drafts / secrets.token_hex(6)
-        with (drafts / f"{path.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            path.mkdir()
+        with contextlib.ExitStack() as stack:
+            with self._locked():
+                drafts.mkdir(mode=0o700, exist_ok=True)
+                self._sweep_drafts()
+                lock = stack.enter_context((drafts / f"{path.name}.lock").open("w"))
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                path.mkdir()
             try:
                 yield path
             finally:

@@ -28,6 +28,9 @@ _OPEN = frozenset({"tmp", "workspace"})
 _PLACES = frozenset({"proc", "dev", "dev/shm", "sys", "run", "tmp", "workspace", "etc"})
 """Where a sandbox has something mounted, or may: a link there would lead a mount astray."""
 
+_PLAIN = {"etc/ld.so.preload": "file", "run/tempering": "dir", "run/tempering.sock": "file"}
+"""The same, a level deeper; there is no need for any of these."""
+
 _EMPTY = ("proc", "sys", "dev")
 _CHUNK = 1 << 20
 
@@ -138,6 +141,10 @@ def settle(root: Path, kind: Kind) -> None:
             raise LayerError(f"/{found.path} is a device, pipe or socket; no layer has one")
         if found.path in _PLACES and found.kind != "dir":
             raise LayerError(f"/{found.path} is no folder; a sandbox mounts something there or below")
+        if found.kind not in (_PLAIN.get(found.path, found.kind), "whiteout"):
+            raise LayerError(
+                f"/{found.path} is a {found.kind}; a sandbox mounts a {_PLAIN[found.path]} there"
+            )
         _settle(found)
 
 

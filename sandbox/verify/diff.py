@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import json
 import re
@@ -24,8 +23,8 @@ _ENTRIES = 200_000
 _EXPORT_S = 120.0
 
 
-class DiffError(ValueError):
-    """The diff is more than the plan allows, which is the agent's doing."""
+class DiffError(Exception):
+    """The diff is more than the plan allows, or the box too full to be read: the agent's doing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +71,8 @@ async def export(box: RemoteBox, plan: Plan, search: tuple[str, ...] = WRITABLE)
         cwd="/",
         output_limit=MAX_OUTPUT,
     )
+    if result.oom or result.signal is not None:
+        raise DiffError("the agent's box has no memory left in which it could be read")
     if result.exit_code != 0 or result.truncated:
         why = result.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise InfrastructureError(
@@ -79,7 +80,7 @@ async def export(box: RemoteBox, plan: Plan, search: tuple[str, ...] = WRITABLE)
         )
     try:
         return _read(json.loads(result.stdout), plan)
-    except (KeyError, TypeError, binascii.Error, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise InfrastructureError("what was read of the agent's box is out of shape") from error
 
 
@@ -139,10 +140,10 @@ def _read(said: Any, plan: Plan) -> Diff:
         if not is_path(path) or not any(regex.fullmatch(path) for regex in allow) or path in plan.trusted:
             raise InfrastructureError(f"the agent's box gave a file that was not asked for: {path[:200]!r}")
         files[path], modes[path] = base64.b64decode(text, validate=True), int(mode) & 0o777
-    if len(files) > plan.limits.files or found["size"] > plan.limits.size:
-        raise DiffError(
-            f"the diff has more than {plan.limits.files} files or {plan.limits.size} bytes ({found['size']})"
-        )
+    if found["count"] > plan.limits.files or found["size"] > plan.limits.size:
+        raise DiffError(f"the diff has more than {plan.limits.files} files or {plan.limits.size} bytes")
+    if len(files) > plan.limits.files or sum(map(len, files.values())) > plan.limits.size:
+        raise InfrastructureError("the agent's box gave more files than were asked for")
     known = set(found["same"]) | set(found["gone"])
     changed = {path for path in plan.base if path in plan.trusted and path not in known}
     gone = [path for path in found["gone"] if path in plan.base]

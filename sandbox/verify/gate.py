@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from sandbox.client import Fleet
-from sandbox.remote import RemoteBox
 from sandbox.types import SandboxSpec, Verdict
 from sandbox.verify.diff import export
+from sandbox.verify.files import write
 from sandbox.verify.plan import WRITABLE, Plan
 from sandbox.verify.report import Report
 from sandbox.verify.verifier import verify
 
+_AT_ONCE = 3
 _HEAD = "import sys, os, math, time, unittest\n"
 _EQUAL = """class Equal:
     __hash__ = None
@@ -84,7 +85,13 @@ async def gate(fleet: Fleet, task: Exercise) -> GateReport:
     }
     tries |= {name: (files, Verdict.FAIL) for name, files in cheats(task).items()}
     wrong: dict[str, str] = {}
-    made = await asyncio.gather(*(attempt(fleet, task, files) for files, _ in tries.values()))
+    places = asyncio.Semaphore(_AT_ONCE)
+
+    async def tried(files: Mapping[str, bytes]) -> Report:
+        async with places:
+            return await attempt(fleet, task, files)
+
+    made = await asyncio.gather(*(tried(files) for files, _ in tries.values()))
     reports = dict(zip(tries, made, strict=True))
     for name, (_, right) in tries.items():
         report = reports[name]
@@ -99,14 +106,12 @@ async def gate(fleet: Fleet, task: Exercise) -> GateReport:
 async def attempt(fleet: Fleet, task: Exercise, files: Mapping[str, bytes]) -> Report:
     """Has an agent of no mind write files, and judges them."""
     async with await fleet.create(task.spec) as box:
-        await fill(box, task.plan.root, {**task.plan.base, **files})
+        await write(box, _below(task.plan.root, {**task.plan.base, **files}))
         return await verify(fleet, box, task.plan)
 
 
-async def fill(box: RemoteBox, root: str, files: Mapping[str, bytes]) -> None:
-    """Writes files below a folder of a box."""
-    for path, data in files.items():
-        await box.write_file(f"{root}/{path}", data)
+def _below(root: str, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    return {f"{root}/{path}": data for path, data in files.items()}
 
 
 def cheats(task: Exercise) -> dict[str, dict[str, bytes]]:
@@ -141,7 +146,7 @@ def _stubs(gold: bytes) -> str:
 
 async def _leaks(fleet: Fleet, task: Exercise) -> tuple[str, ...]:
     async with await fleet.create(task.spec) as box:
-        await fill(box, task.plan.root, task.plan.base)
+        await write(box, _below(task.plan.root, task.plan.base))
         return (
             await export(box, task.plan, ("/",) if task.spec.image or task.spec.workspace else WRITABLE)
         ).leaks

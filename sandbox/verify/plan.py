@@ -5,9 +5,11 @@ Everything in a plan is the environment's own. None of it reaches the box in whi
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from sandbox.types import SandboxSpec
@@ -107,8 +109,9 @@ class Plan:
         base: The files that the agent began with, by path below `root`.
         trusted: Tests and configuration that are put over the agent's files, by path below `root`.
         limits: Of the diff.
-        spec: The verifier's box, without a network. Its image and layers are to be ones that no agent has written.
-        start_s: How long box and interpreter may take to start. Running out of it is infrastructure.
+        spec: The verifier's box, without a network; its image and layers are to be ones that no agent wrote.
+        start_s: How long the box, the interpreter, and a test framework may each take to start; running out
+            of it is infrastructure.
         timeout_s: How long the tests may take. Running out of it is a failure.
         attempts: How often it is tried when the infrastructure fails.
         python: The interpreter, where nobody in the sandbox can write.
@@ -170,10 +173,20 @@ def _problems(plan: Plan) -> list[str]:
         *([tests.module] if isinstance(tests, FunctionTests) else tests.files),
     ]
     found = [f"{path!r} is not a path below the root" for path in paths if not is_path(path)]
+    lists = (plan.allow, plan.python_path, ids, *([tests.checks] if isinstance(tests, FunctionTests) else []))
+    if any(isinstance(value, str) for value in lists):
+        return ["a text stands where several are meant: write (text,)"]
+    contents: tuple[object, ...] = (*plan.base.values(), *plan.trusted.values())
+    if any(type(data) is not bytes for data in contents):
+        return ["files are bytes, not text"]
     if not ids or len(set(ids)) != len(ids):
         found.append("it needs test ids, each once")
     if not plan.allow:
         found.append("it allows no file to count")
+    if isinstance(tests, FunctionTests) and not any(
+        re.fullmatch(pattern(glob), tests.module, re.DOTALL) for glob in plan.allow
+    ):
+        found.append(f"the module {tests.module!r} is not among the files that count")
     if not plan.root.startswith("/") or not is_path(plan.root[1:]):
         found.append(f"root is {plan.root!r}, which is not an absolute path without a slash at its end")
     if not (0 < plan.limits.size <= MAX_DIFF_BYTES and 0 < plan.limits.files <= MAX_DIFF_FILES):
@@ -208,4 +221,10 @@ def _wrong_calls(tests: FunctionTests) -> list[str]:
     found += [
         f"a check is named {name!r}, not test_..." for name in tests.checks if not name.startswith("test_")
     ]
+    try:
+        defined = {node.name for node in ast.parse(tests.checker).body if isinstance(node, ast.FunctionDef)}
+        json.dumps([asdict(case) for case in tests.cases])
+    except (SyntaxError, TypeError, ValueError) as error:
+        return [f"the checker is no Python, or a case is no JSON: {error}"]
+    found += [f"the checker has no function {name!r}" for name in tests.checks if name not in defined]
     return found + (["the time of a case is above 0"] if tests.case_timeout_s <= 0 else [])

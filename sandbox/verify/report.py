@@ -45,7 +45,7 @@ class Report:
         tests: Outcomes by test.
         flags: Traces of known ways to cheat.
         changed: The files that were taken over from the agent's box.
-        left_out: Those that were not; `more_left_out` counts those beyond the first thousand.
+        left_out: Those that were not; `more_left_out` counts those beyond the first hundreds.
         output: What the candidate printed, head and tail. Nothing is read from it.
         attempts: How many verifier boxes it took.
         duration_s: Wall time of all.

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import json
 import secrets
-import tarfile
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -24,6 +22,7 @@ from sandbox.errors import InfrastructureError, SandboxOomError
 from sandbox.remote import RemoteBox
 from sandbox.types import ExecResult, Verdict
 from sandbox.verify.decoys import Decoys, make
+from sandbox.verify.files import write
 from sandbox.verify.plan import FunctionTests, Plan, SuiteTests
 from sandbox.verify.report import CaseResult
 
@@ -75,7 +74,7 @@ async def run(box: RemoteBox, plan: Plan, files: Mapping[str, bytes]) -> Ran:
     folder = f"/tmp/verify-{secrets.token_hex(8)}"
     decoys = make(time.time()) if isinstance(plan.tests, SuiteTests) else None
     added = {decoys.path: decoys.source} if decoys else {}
-    await box.upload_archive(_archive(plan, {**files, **added}, folder), "/")
+    await write(box, _files(plan, {**files, **added}, folder))
     heard = _Heard(secrets.token_hex(16))
     address = f"verify-{secrets.token_hex(16)}"
     job = {**_job(plan, decoys), "nonce": heard.nonce, "address": address}
@@ -97,7 +96,7 @@ async def _parent(
     stream = box.stream(
         [plan.python, "-I", "-S", "-B", "-c", _MAIN.format(folder=folder, name="parent")],
         stdin=json.dumps(job).encode(),
-        timeout_s=plan.start_s + plan.timeout_s + _LATE_S,
+        timeout_s=2 * plan.start_s + plan.timeout_s + _LATE_S,
         cwd="/",
         output_limit=_REPORT,
     )
@@ -112,7 +111,7 @@ async def _candidate(box: RemoteBox, plan: Plan, folder: str, address: str) -> E
     return await box.exec(
         [plan.python, "-I", "-S", "-B", "-c", _MAIN.format(folder=folder, name="candidate")],
         stdin=json.dumps({"address": address, "start_s": plan.start_s}).encode(),
-        timeout_s=plan.start_s + plan.timeout_s + 2 * _LATE_S,
+        timeout_s=2 * plan.start_s + plan.timeout_s + 2 * _LATE_S,
         cwd="/",
         user=CANDIDATE,
         output_limit=1 << 15,
@@ -210,14 +209,7 @@ def _job(plan: Plan, decoys: Decoys | None) -> dict[str, Any]:
     return {**job, "kind": "suite", "load": load, "case_timeout_s": plan.timeout_s}
 
 
-def _archive(plan: Plan, files: Mapping[str, bytes], folder: str) -> bytes:
-    """Returns a tar archive, from the root on, of the candidate's files and our programs."""
-    content = {f"{plan.root}/{path}": data for path, data in files.items()}
-    content |= {f"{folder}/inside/{path.name}": path.read_bytes() for path in sorted(INSIDE.glob("*.py"))}
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for path, data in content.items():
-            info = tarfile.TarInfo(path.lstrip("/"))
-            info.size, info.mode = len(data), 0o644
-            tar.addfile(info, io.BytesIO(data))
-    return buffer.getvalue()
+def _files(plan: Plan, files: Mapping[str, bytes], folder: str) -> dict[str, bytes]:
+    """Returns the candidate's files and our programs, by absolute path."""
+    programs = {f"{folder}/inside/{path.name}": path.read_bytes() for path in sorted(INSIDE.glob("*.py"))}
+    return {f"{plan.root}/{path}": data for path, data in files.items()} | programs

@@ -7,12 +7,13 @@ is tried again and then must become no score.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from sandbox.client import Fleet
-from sandbox.errors import BackendMissingError, PolicyError, SandboxError
+from sandbox.errors import BackendMissingError, PolicyError, SandboxError, SandboxOomError
 from sandbox.remote import RemoteBox
 from sandbox.types import Verdict
 from sandbox.verify import flags
@@ -47,7 +48,7 @@ async def verify(fleet: Fleet, box: RemoteBox, plan: Plan, *, commands: Iterable
         await freeze(box, fleet.capabilities)
         await thaw_and_kill(box, fleet.capabilities)
         diff = await export(box, plan)
-    except DiffError as error:
+    except (DiffError, SandboxOomError) as error:
         report = Report(Verdict.FAIL, str(error), flags=(*suspicions, Flag("resources", str(error))))
     except _OURS:
         raise
@@ -80,8 +81,9 @@ async def verify_files(fleet: Fleet, files: Mapping[str, bytes], plan: Plan) -> 
 
 async def _judge(fleet: Fleet, diff: Diff, plan: Plan, suspicions: list[Flag]) -> Report:
     files, gave_way = merge(plan, diff)
+    of_diff = await asyncio.to_thread(flags.of_diff, plan, diff)
     ran, attempts = await _attempts(fleet, plan, files)
-    found = [*suspicions, *flags.of_diff(plan, diff), *flags.of_run(ran.tests, ran.output)]
+    found = [*suspicions, *of_diff, *flags.of_run(ran.tests, ran.output)]
     found += [Flag("tests", f"{left.path} is a trusted file's place") for left in gave_way]
     unique = flags.unique(found)
     fatal = [flag for flag in unique if flag.kind in plan.fatal_kinds]
@@ -102,10 +104,10 @@ async def _judge(fleet: Fleet, diff: Diff, plan: Plan, suspicions: list[Flag]) -
 
 
 async def _attempts(fleet: Fleet, plan: Plan, files: Mapping[str, bytes]) -> tuple[Ran, int]:
-    why = ""
+    why, spec = "", replace(plan.spec, ttl_s=min(plan.spec.ttl_s, 2 * plan.start_s + plan.timeout_s + 120))
     for attempt in range(1, plan.attempts + 1):
         try:
-            async with await fleet.create(plan.spec, wait_s=plan.start_s) as box:
+            async with await fleet.create(spec, wait_s=plan.start_s) as box:
                 return await run(box, plan, files), attempt
         except _OURS:
             raise

@@ -7,18 +7,27 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from benchmarks.sandbox_breakpoint import PLACES, Arm, Trigger
-from benchmarks.sandbox_kills import VICTIMS, Bench, Run, fits, plan
+from benchmarks.sandbox_kills import VICTIMS, Bench, Run, engine, fits, plan
 from benchmarks.sandbox_traces import traces
 from benchmarks.sandbox_world import World
 from sandbox.client import Fleet
 from sandbox.types import Limits, SandboxSpec
 
 SMALL = SandboxSpec(limits=Limits(memory_bytes=64 << 20))
+
+
+async def until_none(left: Callable[[], object]) -> None:
+    for _ in range(300):
+        if not left():
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError(left())
 
 
 def test_a_hundred_runs_have_every_victim_at_every_place() -> None:
@@ -58,11 +67,17 @@ async def test_traces_name_what_a_killed_node_leaves(tmp_path: Path) -> None:
     assert left.sockets == () and (str(node) in str(left.cgroups)) is fleet.capabilities.process_limit
     async with await Fleet.connect(state_dir=state, owner="me", backend="bubblewrap") as fleet:
         pass  # a release deletes the journals of sandboxes that are gone as well
-    for _ in range(200):
-        if not (left := traces(state, [node, fleet.node_pid])).total:
-            break
-        await asyncio.sleep(0.1)
-    assert not left.total, left
+    await until_none(lambda: traces(state, [node, fleet.node_pid]).total)
+
+
+@pytest.mark.docker
+async def test_traces_name_containers(tmp_path: Path) -> None:
+    docker = engine()
+    async with await Fleet.connect(state_dir=tmp_path, owner="me", backend="docker") as fleet:
+        await fleet.create(SMALL)
+        assert len(traces(tmp_path, [fleet.node_pid], docker=docker).containers) == 1
+    await until_none(lambda: traces(tmp_path, [], docker=docker).containers)
+    docker.close()
 
 
 async def test_nothing_is_orphaned_lost_or_run_twice(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def test_the_scripts_are_well_formed():
 
 
 def test_every_target_of_the_makefile_can_be_planned(tmp_path: Path):
-    for target in ("demo", "test", "test-all", "check", "bench", "coverage", "docs"):
+    for target in ("demo", "test", "test-slow", "test-all", "check", "bench", "coverage", "docs"):
         command = ["make", "--dry-run", target, f"VENV={tmp_path / 'venv'}"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr

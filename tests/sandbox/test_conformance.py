@@ -266,3 +266,9 @@ async def test_pool_spreads_calls_and_replaces_the_dead(fleet: Fleet) -> None:
 
 async def test_the_system_serves_commands_as_it_serves_others(box: RemoteBox) -> None:
     assert (await box.exec("test -r /etc/ld.so.cache && ls /etc")).exit_code == 0
+
+
+@pytest.mark.parametrize("count", [0, -1, 1 << 40, 1.5, True, "2"])
+async def test_a_fork_of_no_number_is_refused(fleet: Fleet, box: RemoteBox, count: object) -> None:
+    with pytest.raises(PolicyError, match="a fork makes 1 to 256"):
+        await fleet._connection.request({"op": "fork", "box": box.id, "count": count})

@@ -256,8 +256,14 @@ def test_files(box: Sandbox) -> None:
         box.files.write("/proc/version", "x")
 
 
+def test_names_that_are_no_text(box: Sandbox) -> None:
+    box.commands.run("mkdir odd; cd odd; touch \"$(printf 'a\\377b')\" 'a b' ü; touch -d '9999-01-01' 'a b'")
+    assert sorted(entry.name for entry in box.files.list("odd")) == ["a b", "a\ufffdb", "ü"]
+    box.files.remove("odd")
+
+
 def test_large_files_and_many(box: Sandbox) -> None:
-    data = os.urandom((9 << 20) + 17)
+    data = os.urandom((4 << 20) + 17)
     box.files.write("big", data)
     assert box.files.read("big", format="bytes") == data
     box.files.write("big", io.BytesIO(data[::-1]))

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import aiohttp
@@ -18,9 +18,11 @@ import pytest
 from sandbox.channel import encode, read_frame
 from sandbox.client import Fleet
 from sandbox.errors import LostError, PolicyError, RefusedError
+from sandbox.policy import Network, Rule
 from sandbox.tokens import NODE_TOKEN, TOKEN, fresh_token
 from sandbox.types import Limits, SandboxSpec
 from sandbox.versions import API
+from sandbox.web import Caller, WebConnection
 from sandbox.wire import TYPE, VERSION
 
 ROOT = Path(__file__).parents[2]
@@ -145,6 +147,26 @@ async def test_the_same_calls_as_on_this_machine(fleet: Fleet, tmp_path: Path) -
         assert len(await child.read_file("/workspace/a/b")) == 256000
         await child.close()
     assert await fleet.boxes() == []
+
+
+async def test_phases_and_denials_are_had_through_a_front(fleet: Fleet, cluster: Cluster) -> None:
+    look = "import urllib.request as u; u.urlopen('http://nowhere.lab/', timeout=30)"
+    network = Network({"setup": (Rule(registry="debian"),), "solve": ()}, "setup")
+    async with await fleet.create(replace(SMALL, network=network)) as box:
+        await box.phase("solve")
+        with pytest.raises(PolicyError, match="did you mean 'solve'"):
+            await box.phase("sovle")
+        assert b"403" in (await box.exec(["python3", "-c", look])).stderr
+        (denial,) = await box.denials()
+        assert (denial.phase, denial.reason, denial.host) == ("solve", "host", "nowhere.lab")
+        url = f"{cluster.urls[box.id.partition('.')[0]]}/metrics"
+    headers = {"Authorization": f"Bearer {cluster.node_token}"}
+    async with aiohttp.ClientSession() as session, asyncio.timeout(60):
+        while True:
+            async with session.get(url, headers=headers) as response:
+                if 'temper_sandbox_node{what="denied_host"} 1' in (await response.text()).splitlines():
+                    return
+            await asyncio.sleep(0.1)
 
 
 async def test_a_label_names_the_node_and_one_that_nobody_has_is_an_error(fleet: Fleet) -> None:
@@ -280,6 +302,7 @@ async def test_a_client_of_version_2_is_served(cluster: Cluster) -> None:
             assert response.status == 200, reply
             box = reply.get("box", box)
             assert {name: reply.get(name) for name in call["reply"]} == call["reply"]
+            assert {*reply.get("capabilities", ())}.isdisjoint({"stateful", "layers"})  # not known to it
             assert body.decode() == call["output"]
 
 
@@ -311,6 +334,86 @@ async def test_what_operators_see(cluster: Cluster, fleet: Fleet) -> None:
     assert (mine[0]["principal"], mine[0]["project"], mine[0]["box"]) == ("alice", "lab/a", box.id)
     assert "secret" not in json.dumps(lines)
     assert any(line["event"] == "denied" for line in lines)
+
+
+async def until_warm(fleet: Fleet, cluster: Cluster, count: int) -> None:
+    """Waits until the front has heard that so many sandboxes wait on one node."""
+    operator = WebConnection(Caller(cluster.urls["front"], cluster.tokens["operator"]), "operator", 0.0)
+    try:
+        async with asyncio.timeout(60):
+            while True:
+                nodes = (await operator.request({"op": "stats"}))[0]["nodes"]
+                if max(node["warm"] for node in nodes.values()) == count:
+                    return
+                await asyncio.sleep(0.1)
+    finally:
+        await operator.close()
+
+
+async def test_a_group_is_claimed_on_the_node_that_has_it_ready(cluster: Cluster, fleet: Fleet) -> None:
+    spec = SandboxSpec(limits=Limits(memory_bytes=64 << 20, cpus=0.7))
+    await fleet.warm(spec, 3)
+    await until_warm(fleet, cluster, 3)
+    with pytest.raises(RefusedError, match=r"no node has 4 warm .* one has 3") as refused:
+        await fleet.claim(spec, 4, fallback="refuse")
+    assert refused.value.reason == "pool"
+    group = await fleet.claim(spec, 2, fallback="refuse")
+    assert len({box.id.partition(".")[0] for box in group}) == 1
+    assert [(await box.exec("echo $PWD")).stdout for box in group] == [b"/workspace\n"] * 2
+    assert {box.id for box in await fleet.boxes()} == {box.id for box in group}
+    home = group[0].id.partition(".")[0]
+    assert (await fleet.create(spec)).id.startswith(f"{home}.")  # which has one more ready
+    fresh = await fleet.claim(SMALL, 3)
+    assert len({box.id.partition(".")[0] for box in fresh}) == 1
+    await fleet.warm(spec, 0)
+    await until_warm(fleet, cluster, 0)
+
+
+async def test_a_claim_is_made_once_through_any_front(cluster: Cluster, fleet: Fleet) -> None:
+    first = await fleet.claim(SMALL, 2, key="group")
+    again = await fleet.claim(SMALL, 2, key="group")
+    assert [box.id for box in first] == [box.id for box in again]
+
+
+async def test_fronts_together_do_not_pass_a_quota_on_a_node(cluster: Cluster) -> None:
+    spec = SandboxSpec(limits=SMALL.limits, labels={"node.zone": "one"})
+    cluster.start_front("rival")
+    try:
+        async with (
+            await cluster.connect("many", "carol") as here,
+            await cluster.connect("many", "carol", "rival") as there,
+        ):
+            # Neither front has heard of what the other is making when it is asked.
+            making = [fleet.create(spec) for _ in range(4) for fleet in (here, there)]
+            made = await asyncio.gather(*making, return_exceptions=True)
+            refused = [error for error in made if isinstance(error, BaseException)]
+            assert len(refused) == 2, refused
+            assert all(isinstance(error, RefusedError) and error.reason == "quota" for error in refused)
+    finally:
+        cluster.stop("rival")
+
+
+async def test_how_it_is_and_what_it_uses(cluster: Cluster, fleet: Fleet) -> None:
+    box = await fleet.create(SMALL)
+    busy = asyncio.create_task(box.exec("i=0; while :; do i=$((i+1)); done", timeout_s=60))
+
+    words = cluster.command("top", "--once", "--sort", "owner", "--url", cluster.urls["front"])
+    top = await asyncio.to_thread(
+        subprocess.run, words, env=cluster.environment(), capture_output=True, text=True, check=False
+    )
+    (row,) = (line.split() for line in top.stdout.splitlines() if line.startswith(box.id))
+    assert row[:4] == [box.id, f"lab/a:{fleet.owner}", "running", "bubblewrap"]
+    assert row[-1] == "1" and "M/64M" in row[8]
+    bob = WebConnection(Caller(cluster.urls["front"], cluster.tokens["bob"]), "x", 0.0)
+    assert (await bob.request({"op": "top"}))[0]["rows"] == []
+    await bob.close()
+    for name, said in (("front", {"nodes": 2, "up": 2}), ("one", {"draining": False})):
+        caller = Caller(cluster.urls[name], cluster.node_token)
+        assert json.loads(await caller.get("/health")) == {"api": API, "ok": True, **said}
+        await caller.close()
+    busy.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await busy
 
 
 def test_a_front_without_tokens_or_open_to_all_does_not_start(cluster: Cluster) -> None:

@@ -167,12 +167,20 @@ async def test_what_needs_a_state_is_an_error(fleet: Fleet, worker: RemoteBox, t
     told = fleet.capabilities
     assert not (told.stateful or told.disk_snapshot or told.terminal or told.pause) and told.inode_limit
     asked = [
-        worker.write_file("/tmp/x", b""), worker.read_file("/tmp/x"), worker.list_files(),
-        worker.stat("/tmp"), worker.remove("/tmp/x"), worker.download("/tmp", tmp_path / "x"), worker.start("true"),
-        worker.shell().exec("true"), worker.pause(), worker.snapshot(), worker.fork(1),
+        worker.write_file("/tmp/x", b""),
+        worker.read_file("/tmp/x"),
+        worker.list_files(),
+        worker.stat("/tmp"),
+        worker.remove("/tmp/x"),
+        worker.download("/tmp", tmp_path / "x"),
+        worker.start("true"),
+        worker.shell().exec("true"),
+        worker.pause(),
+        worker.snapshot(),
+        worker.fork(1),
         fleet.create(SandboxSpec(image="x")),
         fleet.create(SandboxSpec(workspace="sha256:0")),
-    ]  # fmt: skip
+    ]
     for call in asked:
         with pytest.raises(PolicyError):
             await call

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import subprocess
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from sandbox.audit import Audit, asked, owner_of
+from sandbox.channel import Header
 from sandbox.e2b.access import Keys
 from sandbox.e2b.server import E2BFront
 from sandbox.e2b.status import E2BError
 from sandbox.e2b.templates import read_templates
-from sandbox.errors import PolicyError
+from sandbox.errors import LostError, PolicyError
 from sandbox.listening import Gate, Listener, listen
 from sandbox.server import Front
 from sandbox.serving import Bind, Shell
@@ -25,7 +27,8 @@ from sandbox.shapes import check_command
 from sandbox.tokens import Access, Principal, fresh_token, own_token, token_access
 from sandbox.types import SandboxSpec
 from sandbox.versions import API
-from sandbox.wire import TYPE, VERSION
+from sandbox.web import Caller
+from sandbox.wire import TYPE, VERSION, Sink
 
 TOKEN, STRANGER = fresh_token()[0], fresh_token()[0]
 ANSWER_S = 60.0
@@ -358,3 +361,66 @@ def test_nobody_listens_beyond_loopback_by_accident(host: str) -> None:
         Bind(host).check()
     Bind("127.0.0.1").check()
     Bind("::1").check()
+
+
+async def test_a_certificate_that_nobody_vouches_for_is_refused(tmp_path: Path) -> None:
+    """Neither a client nor a front gives its token to a server that only says who it is."""
+    made = [tmp_path / "cert.pem", tmp_path / "key.pem"]
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+    ]
+    command += ["-out", str(made[0]), "-keyout", str(made[1]), "-days", "2", "-subj", "/CN=localhost"]
+    await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True)
+    (tmp_path / "nodes").write_text("")
+    access = token_access(TOKEN, "operator")
+    front, audit = Front(tmp_path / "nodes", access, "n" * 20), Audit(tmp_path / "audit")
+    shell = Shell("front", access, front.act, audit, front.operations)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(audit.close)
+        bind = Bind("127.0.0.1", certificate=made[0], key=made[1])
+        url, _ = await listen(Listener("front", shell.application(), bind), stack, 8)
+        assert url.startswith("https://")
+        caller = Caller(url.replace("127.0.0.1", "localhost"), TOKEN)
+        with pytest.raises(LostError, match=r"(?i)certificate"):
+            await caller.request({"op": "ping"})
+        await caller.close()
+    assert not (tmp_path / "audit").exists()
+
+
+async def test_calls_that_are_cut_are_cancelled(tmp_path: Path) -> None:
+    """In the middle of their body, and while their answer is awaited."""
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def act(who: Principal, header: Header, body: bytes, sink: Sink) -> tuple[Header, bytes]:
+        begun.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.set()
+        return {}, b""
+
+    audit = Audit(tmp_path / "audit")
+    shell = Shell("front", token_access(TOKEN, "operator"), act, audit, frozenset({"run"}))
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(audit.close)
+        url, _ = await listen(Listener("front", shell.application(), Bind()), stack, 8)
+        body = frame(b'{"op": "run"}', b"x" * 100)
+        lines = {**CALL, "Content-Length": str(len(body))}
+        head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        request = f"POST /call HTTP/1.1\r\nHost: x\r\n{head}\r\n".encode() + body
+        for data in (request[:-50], request):
+            _, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+            writer.write(data)
+            await writer.drain()
+            if data is request:
+                await asyncio.wait_for(begun.wait(), ANSWER_S)
+            writer.transport.abort()
+            assert data is request or not begun.is_set()
+        await asyncio.wait_for(ended.wait(), ANSWER_S)

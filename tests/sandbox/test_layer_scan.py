@@ -87,6 +87,10 @@ def stale(root: Path) -> None:
     (root / "m.py").write_text("x = 1\n")
 
 
+def bomb(root: Path) -> None:
+    (root / "bomb.gz").write_bytes(gzip.compress(bytes(1 << 20)) * 520)
+
+
 WHEEL = zipped(
     {"flask/__init__.py": b"x", "flask-2.10.0.dist-info/METADATA": b"Name: Flask\nVersion: 2.10.0\n"}
 )
@@ -109,7 +113,7 @@ DATA = SECRET.encode()
         (plant("notes.gz", gzip.compress(DATA)), "archive", "notes.gz"),
         (plant("notes.bz2", bz2.compress(DATA)), "archive", "notes.bz2"),
         (plant("n.zip", zipped({"a.tgz": tarred({"b": DATA})})), "archive", "n.zip!a.tgz!b"),
-        (plant("bomb.gz", gzip.compress(bytes(600 << 20), 1)), "unreadable", "bomb.gz"),
+        (bomb, "unreadable", "bomb.gz"),
         (plant("bad.zip", b"PK\x03\x04 not at all"), "unreadable", "bad.zip"),
         (plant("root/.bash_history", b"ls\n"), "shell_history", "root/.bash_history"),
         (plant("root/.python_history", b"ls\n"), "shell_history", "root/.python_history"),
@@ -143,6 +147,12 @@ def test_whiteouts_and_links_with_the_name_of_an_answer(tmp_path: Path) -> None:
         os.mknod(tmp_path / "test_hidden_1.py", 0o020000, 0)
         wanted.add(("whiteout", "test_hidden_1.py"))
     assert found(tmp_path) == wanted
+
+
+def test_a_name_that_is_no_text_can_be_said(tmp_path: Path) -> None:
+    (Path(os.fsdecode(bytes(tmp_path) + b"/\xff.txt"))).write_text(SECRET)
+    (finding,) = scan(tmp_path, LOOK)
+    assert str(finding).encode().startswith(rb"text:\udcff.txt")
 
 
 def test_a_clean_tree_has_no_findings(tmp_path: Path) -> None:

@@ -153,6 +153,11 @@ def test_what_no_layer_has_is_refused(store: LayerStore, tmp_path: Path) -> None
     (source / "run").symlink_to("/etc")
     with pytest.raises(LayerError, match="/run is no folder"):
         publish(store, source, Kind.BASE)
+    (source / "run").unlink()
+    (source / "etc").mkdir()
+    (source / "etc/ld.so.preload").symlink_to("/oldroot/root/x")
+    with pytest.raises(LayerError, match=r"/etc/ld\.so\.preload is a link"):
+        publish(store, source, Kind.BASE)
     with pytest.raises(LayerError, match="is no folder"):
         publish(store, tmp_path / "nothing")
     assert store.collect() == [] and store.digests() == []
@@ -164,5 +169,6 @@ def test_a_draft_of_a_killed_builder_is_swept(store: LayerStore, tmp_path: Path)
     left.mkdir()
     (store.folder / "drafts/left.lock").touch()
     with store.draft() as mine:
-        store.collect()
         assert mine.exists() and not left.exists()
+        store.collect()
+        assert mine.exists()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sandbox.connection import Connection
-from sandbox.errors import BackendMissingError, LostError, PolicyError, RefusedError
+from sandbox.errors import BackendMissingError, LostError, PolicyError, RefusedError, SandboxError
 from sandbox.node import SOCKET
 from sandbox.node_server import NodeServer
 from sandbox.types import Limits, SandboxSpec
@@ -139,3 +139,38 @@ async def test_a_node_that_died_is_started_again(agent: NodeServer, folder: Path
 def test_names_that_would_not_do_in_an_id(name: str, folder: Path) -> None:
     with pytest.raises(PolicyError, match="a node's name"):
         NodeServer(name, folder, {})
+
+
+async def test_owners_without_end_are_refused(folder: Path) -> None:
+    """Each holds a connection: one project cannot use up those of a node."""
+    async with running(NodeServer("n", folder, {}, most_owners=3)) as server:
+        for number in range(3):
+            await call(server, {"op": "boxes", **client(f"greedy:{number}")})
+        with pytest.raises(RefusedError, match="owners of project greedy") as refused:
+            await call(server, {"op": "boxes", **client("greedy:3")})
+        assert refused.value.reason == "busy"
+        assert (await call(server, {"op": "boxes", **client("greedy:0")}))["boxes"] == []
+        assert (await call(server, {"op": "boxes", **client("modest:0")}))["boxes"] == []
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"op": "run", "box": "n.x", "command": "ls"},
+        {"op": "run", "box": "n.x", "command": {"op": ["exec"]}},
+        {"op": "run", "box": "n.x", "command": {}, "claim": {"unheard": 1}},
+        {"op": "extend", "box": "n.x", "ttl_s": "1"},
+        {"op": "fork", "box": "n.x", "count": 1e300}, {"op": "create", "backend": "bubblewrap", "spec": []},
+        {"op": "create", "backend": ["bubblewrap"], "spec": SPEC}, {"op": "attach", "box": "n.x"},
+    ],
+)  # fmt: skip
+async def test_what_has_a_wrong_shape_is_answered_and_never_waited_for(
+    agent: NodeServer, header: dict[str, Any]
+) -> None:
+    box = (await call(agent, {"op": "boxes", **client("p:shape")}))["boxes"]
+    if not box:
+        box = [(await call(agent, {**CREATE, **client("p:shape")}))["box"]]
+    named = {**header, "box": box[0]} if "box" in header else header
+    async with asyncio.timeout(60):
+        with pytest.raises((SandboxError, LookupError, TypeError, ValueError)):
+            await call(agent, {**named, **client("p:shape")})

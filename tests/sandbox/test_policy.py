@@ -151,10 +151,10 @@ def test_an_operators_file_that_is_wrong(text: str, tmp_path: Path) -> None:
 
 def test_a_million_denials_fill_nothing(caplog: pytest.LogCaptureFixture) -> None:
     ledger = Ledger("box")
-    for number in range(20_000):
+    for number in range(5_000):
         ledger.add("solve", DenialReason.HOST, "GET", f"{number}.tunnel\n\x1b[0m.lab" + "x" * 1000, 80)
     denials = ledger.denials()
-    assert ledger.reasons == {DenialReason.HOST: 20_000} == {DenialReason.HOST: sum(d.count for d in denials)}
+    assert ledger.reasons == {DenialReason.HOST: 5_000} == {DenialReason.HOST: sum(d.count for d in denials)}
     assert len(denials) < 600 and max(len(denial.host) for denial in denials) < 300
     assert all(denial.host.isprintable() for denial in denials)
-    assert len(caplog.records) < 500
+    assert len(caplog.records) < 200

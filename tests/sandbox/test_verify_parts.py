@@ -26,6 +26,7 @@ from sandbox.verify.run import check
 
 SUITE = SuiteTests(files=("t.py",), ids=("t.T.test_a", "t.T.test_b"))
 TESTS = FunctionTests(module="a.py", cases=(Case(id="one", function="f"),))
+UNFIT = Case(id="a", function="f", expected={1})
 PLAN = Plan(tests=SUITE, allow=("**",), trusted={"t.py": b""})
 
 
@@ -39,6 +40,15 @@ PLAN = Plan(tests=SUITE, allow=("**",), trusted={"t.py": b""})
         ({"tests": FunctionTests(module="a.py", cases=TESTS.cases * 2)}, "each once"),
         ({"tests": SUITE, "trusted": {}}, "not among the trusted"),
         ({"allow": ()}, "allows no file"),
+        ({"allow": ("b.py",)}, "'a.py' is not among"),
+        ({"allow": "*.py"}, "a text stands"),
+        ({"base": {"x": "text"}}, "bytes"),
+        ({"tests": FunctionTests(module="a.py", checks=("test_x",), checker="def f(:")}, "no Python"),
+        (
+            {"tests": FunctionTests(module="a.py", checks=("test_x",), checker="x = 1")},
+            "no function 'test_x'",
+        ),
+        ({"tests": FunctionTests(module="a.py", cases=(UNFIT,))}, "JSON"),
         ({"root": "workspace"}, "root"),
         ({"timeout_s": 0}, "above 0"),
         ({"python": "/tmp/python3"}, "replace the interpreter"),
@@ -142,7 +152,7 @@ def test_what_equals_anything_is_found() -> None:
 def test_what_a_box_gives_is_believed_in_nothing() -> None:
     plan = Plan(tests=TESTS, allow=("*.py",))
     said = {
-        "files": {}, "left": [], "more": 0, "same": [], "gone": [], "size": 0, "full": False,
+        "files": {}, "left": [], "more": 0, "same": [], "gone": [], "size": 0, "count": 0, "full": False,
         "leaks": [], "mentions": [], "elsewhere": [],
     }  # fmt: skip
     data = base64.b64encode(b"x").decode()

@@ -16,7 +16,13 @@ from sandbox.connection import Connection
 from sandbox.errors import PolicyError
 from sandbox.node import SOCKET
 from sandbox.types import SandboxSpec
-from sandbox.versions import API, request_for, served
+from sandbox.versions import API, reply_for, request_for, served
+
+CAPABILITIES_2 = {
+    "images", "memory_limit", "process_limit", "cpu_limit", "inode_limit", "separate_users", "pause",
+    "disk_snapshot", "memory_snapshot", "terminal",
+}  # fmt: skip
+"""Those of which a client of version 2 makes its record; it fails at another."""
 
 GOLDEN = Path(__file__).parents[1] / "data/sandbox_api/version_2.json"
 
@@ -37,6 +43,7 @@ async def test_a_client_of_version_2_is_served_by_a_node(fleet: Fleet, state_dir
         reply, body = await read_frame(reader)
         assert reply["id"] == number
         assert "error" not in reply, (header, reply)
+        assert set(reply.get("capabilities", ())) <= CAPABILITIES_2
         box = reply.get("box", box)
         wanted = {name: value for name, value in call["reply"].items() if header["op"] != "release"}
         assert {name: reply.get(name) for name in wanted} == wanted
@@ -85,6 +92,7 @@ async def test_a_node_of_version_2_is_spoken_to_in_that(tmp_path: Path) -> None:
         await connection.request({**create, "spec": asdict(SandboxSpec(life_s=1.0))})
     assert (await connection.request(create))[0]["box"] == "1"
     assert set(heard[1]["spec"]) == {"image", "limits", "labels", "ttl_s", "journal"}
+    assert "disk_bytes" not in heard[1]["spec"]["limits"]
     assert heard[0]["version"] == API
     await connection.close()
     server.close()
@@ -105,5 +113,15 @@ def test_what_version_2_does_not_have() -> None:
         with pytest.raises(PolicyError, match="update it"):
             request_for(2, header)
         assert request_for(API, header) is header
-    plain = {"op": "run", "command": {"op": "exec", "argv": ["true"]}}
-    assert request_for(2, plain) is plain
+    limits = {"cpus": 1.0, "disk_bytes": 0}
+    create = {"op": "create", "spec": {"limits": limits, "life_s": 0.0, "ttl_s": 5.0}}
+    assert request_for(2, create)["spec"] == {"limits": {"cpus": 1.0}, "ttl_s": 5.0}
+    limits["disk_bytes"] = 1 << 20
+    with pytest.raises(PolicyError, match="without disk_bytes"):
+        request_for(2, create)
+    hello = {"backend": "docker", "capabilities": {"images": True, "stateful": True}}
+    assert reply_for(2, hello)["capabilities"] == {"images": True}
+    assert reply_for(API, hello) is hello
+    for command in ({"op": "exec", "argv": ["true"]}, {"op": "input", "process": 1, "eof": True}):
+        plain = {"op": "run", "command": command}
+        assert request_for(2, plain) is plain

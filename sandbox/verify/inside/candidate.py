@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from . import suite
-from .wire import receive, send
+from .wire import MAX_MESSAGE, receive, send
 
 FOREVER = 1e9
 
@@ -62,9 +62,11 @@ def answer(module: ModuleType, message: dict[str, Any]) -> dict[str, Any]:
     except BaseException as error:
         return {"raised": type(error).__name__, "text": str(error)[:200]}
     try:
-        json.dumps(value)
+        size = len(json.dumps(value))
     except (TypeError, ValueError, RecursionError):
         return {"type": type(value).__name__}
+    if size > MAX_MESSAGE // 2:
+        return {"raised": "OverflowError", "text": f"a value of {size} bytes as JSON is too large"}
     return {"value": value}
 
 

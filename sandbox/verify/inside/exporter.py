@@ -12,11 +12,13 @@ import os
 import re
 import stat
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
 KINDS = {stat.S_IFREG: "file", stat.S_IFLNK: "link", stat.S_IFDIR: "folder"}
-CHUNK, SMALL, LISTED, HITS = 1 << 20, 1 << 18, 1000, 200
+CHUNK, SMALL, LISTED, HITS, NAME = 1 << 20, 1 << 18, 500, 200, 255
+SEARCH_S = 40.0
 NOT_SEARCHED = ("/proc", "/sys", "/dev/pts", "/dev/mqueue")
 
 
@@ -51,16 +53,22 @@ def read(path: str, most: int) -> bytes | None:
 
 
 def has(path: str, word: bytes) -> bool:
-    """Whether a regular file holds a text."""
+    """Whether a regular file holds a text; holes in it, which cost nothing to make, are not read."""
     tail = b""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(fd, "rb") as file:
-            while stat.S_ISREG(os.fstat(fd).st_mode) and (data := file.read(CHUNK)):
+        with open(fd, "rb", buffering=0) as file:
+            while stat.S_ISREG(os.fstat(fd).st_mode):
+                at = os.lseek(fd, 0, os.SEEK_CUR)
+                if os.lseek(fd, at, os.SEEK_DATA) != at:
+                    tail = b""
+                data = file.read(CHUNK)
                 if word in tail + data:
                     return True
+                if not data:
+                    return False
                 tail = data[-len(word) :]
-    except OSError:
+    except OSError:  # it cannot be read, or has nothing but a hole behind this place
         pass
     return False
 
@@ -78,47 +86,81 @@ def refusal(path: str, info: os.stat_result, job: dict[str, Any]) -> str:
         return "a trusted file is put in its place"
     if not any(re.fullmatch(regex, path, re.DOTALL) for regex in job["allow"]):
         return "not among the files that count"
+    if len(path) > NAME or shown(path) != path:
+        return "its name is too long, or no text"
     return ""
+
+
+def shown(path: str) -> str:
+    """Returns a path as text that can be printed."""
+    return path.encode(errors="backslashreplace").decode()[:NAME]
+
+
+class Found:
+    """The diff as it is collected."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self.job = job
+        self.files: dict[str, list[Any]] = {}
+        self.left: list[list[str]] = []
+        self.suspects: list[list[str]] = []
+        self.same: set[str] = set()
+        self.size = self.more = 0
+
+    def full(self) -> bool:
+        """Whether there is more than is taken."""
+        return self.size > self.job["size"] or len(self.files) > self.job["files"]
+
+    def leave(self, path: str, why: str) -> None:
+        """Notes a path that does not count; suspicious ones in a list of their own."""
+        suspect = any(re.search(regex, path) for regex in self.job["suspects"])
+        notes = self.suspects if suspect else self.left
+        if len(notes) < LISTED:
+            notes.append([shown(path), why])
+        else:
+            self.more += 1
+
+    def take(self, full: str, path: str, info: os.stat_result) -> None:
+        """Takes one path: it is as it was, or counts, or is left out."""
+        digest, size = self.job["base"].get(path, ["", -1])
+        if size == info.st_size:
+            data = read(full, size)
+            if data is not None and hashlib.sha256(data).hexdigest() == digest:
+                self.same.add(path)
+                return
+        why = refusal(path, info, self.job)
+        if why:
+            self.leave(path, why)
+            return
+        self.size += info.st_size
+        if self.full():
+            return
+        data = read(full, info.st_size)
+        if data is None:
+            self.leave(path, "not to be read")
+            return
+        self.files[path] = [base64.b64encode(data).decode(), info.st_mode & 0o777]
 
 
 def export(job: dict[str, Any]) -> dict[str, Any]:
     """Returns files (with content), what was left out, and which files of the base are gone."""
-    root, budget = job["root"], [job["entries"]]
-    files: dict[str, list[Any]] = {}
-    left: list[list[str]] = []
-    same: set[str] = set()
-    base: dict[str, list[Any]] = job["base"]
-    size = more = 0
-    for full, info in walk(root, budget):
-        path = os.path.relpath(full, root)
-        known, bytes_known = base.get(path, ["", 0])
-        data = read(full, max(job["size"], bytes_known))
-        if data is not None and hashlib.sha256(data).hexdigest() == known:
-            same.add(path)
-            continue
-        why = refusal(path, info, job)
-        if not why and info.st_size > job["size"]:
-            why, size = "too large", size + info.st_size
-        why = why or ("not to be read" if data is None else "")
-        if why:
-            suspect = any(re.search(regex, path) for regex in job["suspects"])
-            more += len(left) >= LISTED and not suspect
-            left += [[path, why]] if suspect or len(left) < LISTED else []
-            continue
-        assert data is not None
-        size += len(data)
-        if size <= job["size"] and len(files) <= job["files"]:
-            files[path] = [base64.b64encode(data).decode(), info.st_mode & 0o777]
-    gone = [path for path in base if not os.path.lexists(os.path.join(root, path))]
-    full = budget[0] < 0
+    found, budget = Found(job), [job["entries"]]
+    for full, info in walk(job["root"], budget):
+        found.take(full, os.path.relpath(full, job["root"]), info)
+        if found.full():
+            break
+    base: dict[str, Any] = job["base"]
+    gone = [path for path in base if not os.path.lexists(os.path.join(job["root"], path))]
     return {
-        "files": files, "left": left[: 4 * LISTED], "more": more, "same": sorted(same), "gone": gone,
-        "size": size, "full": full,
+        "files": {} if found.full() else found.files, "left": found.suspects + found.left, "more": found.more,
+        "same": sorted(found.same), "gone": gone, "size": found.size, "count": len(found.files),
+        "full": budget[0] < 0,
     }  # fmt: skip
 
 
 def traces(job: dict[str, Any], same: set[str]) -> dict[str, Any]:
     """Returns where the canary is, and which small files, but for `same`, name what hooks are made of."""
+    until = time.monotonic() + SEARCH_S
     canary, words = job["canary"].encode(), [word.encode() for word in job["words"]]
     leaks: list[str] = []
     mentions: list[list[str]] = []
@@ -127,16 +169,18 @@ def traces(job: dict[str, Any], same: set[str]) -> dict[str, Any]:
         leaks.append("the environment")
     for place in job["search"]:
         for path, info in walk(place, [job["entries"]]):
+            if time.monotonic() > until:
+                break
             if canary and len(leaks) < HITS and has(path, canary):
-                leaks.append(path)
+                leaks.append(shown(path))
             inside = path.startswith(job["root"] + "/")
             if not inside and len(elsewhere) < HITS and any(re.search(r, path) for r in job["suspects"]):
-                elsewhere.append(path)
+                elsewhere.append(shown(path))
             known = inside and os.path.relpath(path, job["root"]) in same
-            if known or len(mentions) >= HITS or info.st_size > SMALL or not words:
+            if known or len(mentions) >= HITS or info.st_size > SMALL:
                 continue
             data = read(path, SMALL) or b""
-            mentions += [[path, word.decode()] for word in words if word in data]
+            mentions += [[shown(path), word.decode()] for word in words if word in data]
     return {"leaks": leaks, "mentions": mentions, "elsewhere": elsewhere}
 
 

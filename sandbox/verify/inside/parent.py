@@ -44,8 +44,8 @@ class Candidate:
     """The other side of the connection."""
 
     def __init__(self, connection: socket.socket, case_timeout_s: float, deadline: float):
-        self._connection, self._case_timeout_s, self._deadline = connection, case_timeout_s, deadline
-        self.ended = ""
+        self._connection, self._case_timeout_s = connection, case_timeout_s
+        self.deadline, self.ended = deadline, ""
 
     def ask(self, message: dict[str, Any], timeout_s: float = math.inf) -> dict[str, Any]:
         """Sends a message and returns the answer.
@@ -55,7 +55,7 @@ class Candidate:
         """
         if self.ended:
             raise Ended(self.ended)
-        until = min(time.monotonic() + timeout_s, self._deadline)
+        until = min(time.monotonic() + timeout_s, self.deadline)
         try:
             self._connection.settimeout(max(until - time.monotonic(), 0.01))
             send(self._connection, message)
@@ -189,12 +189,14 @@ def run_functions(candidate: Candidate, job: dict[str, Any], events: list[Event]
 
 def run_suite(candidate: Candidate, job: dict[str, Any], events: list[Event]) -> str:
     """Collects what the runner says of its tests; returns how it ended."""
+    candidate.deadline = time.monotonic() + job["start_s"]
     try:
         ready = "ready" in candidate.ask(job["load"])
     except Ended:
         ready = False
     if not ready:  # nothing of the candidate has been loaded yet
         return "no framework"
+    candidate.deadline = time.monotonic() + job["timeout_s"]
     said = candidate.ask({})
     while "end" not in said:
         texts = {name: said.get(name) for name in ("id", "outcome", "detail")}
@@ -249,7 +251,8 @@ def main() -> None:
     print(json.dumps({"nonce": job["nonce"], "started": True}), flush=True)
     candidate = Candidate(connection, job["case_timeout_s"], time.monotonic() + job["timeout_s"])
     signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, job["timeout_s"] + LATE_S)
+    starting_s = job["start_s"] if job["kind"] == "suite" else 0.0
+    signal.setitimer(signal.ITIMER_REAL, starting_s + job["timeout_s"] + LATE_S)
     events: list[Event] = []
     run = run_functions if job["kind"] == "functions" else run_suite
     try:

@@ -191,9 +191,9 @@ async def test_random_bytes_do_not_get_through_and_do_not_hang(
             )
         return data + b"\r\n\r\n"
 
-    answers = [await ask(port, mutant()) for _ in range(200)]
+    answers = [await ask(port, mutant()) for _ in range(100)]
     assert all(answer.startswith(b"HTTP/1.1 ") for answer in answers)
-    assert sum(bool(denied(answer)) for answer in answers) > 100
+    assert sum(bool(denied(answer)) for answer in answers) > 50
     assert (await ask(port, good)).endswith(b"hello")
     for seen in web.seen:
         lines = seen.partition(b"\r\n\r\n")[0].split(b"\r\n")

@@ -10,6 +10,8 @@ import asyncio
 import json
 import os
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -261,6 +263,35 @@ async def test_a_proxy_that_talks_out_of_turn_is_not_heard_further(message: byte
                 await connector.serve()
         else:
             await connector.serve()
+        connector.close()
+
+
+async def test_a_proxy_that_talks_without_end_does_not_have_the_node_to_itself() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    enough, message = threading.Event(), b'{"deny": "host", "method": "GET", "host": "a", "port": 1}'
+
+    def talk() -> int:
+        end, said = time.monotonic() + 20, 0
+        while time.monotonic() < end and not enough.is_set():
+            theirs.sendall(message)
+            said += 1
+        theirs.shutdown(socket.SHUT_WR)
+        return said
+
+    with ours, theirs:
+        connector = Connector(ours, Network({"setup": ()}, "setup"), Operator(), Ledger("box"))
+        talking = asyncio.create_task(asyncio.to_thread(talk))
+        serving = asyncio.create_task(connector.serve())
+        theirs.settimeout(30)
+        began = time.monotonic()
+        for _ in range(20):
+            await asyncio.sleep(0.05)
+        heard = connector.ledger.reasons.total()
+        assert 0 < heard <= 500 * (time.monotonic() - began + 1)
+        enough.set()
+        await serving
+        assert connector.ledger.reasons == {DenialReason.HOST: await talking}
         connector.close()
 
 
