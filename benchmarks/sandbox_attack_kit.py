@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from sandbox.client import Fleet, RemoteBox
-from sandbox.errors import LostError, SandboxError
+from sandbox.errors import LostError, PolicyError, SandboxError
 from sandbox.node import SOCKET
 from sandbox.types import ExecResult, Limits, SandboxSpec
 
@@ -255,10 +255,15 @@ def limited(spec: SandboxSpec = SPEC, **changes: Any) -> SandboxSpec:
 
 
 async def typed(work: Awaitable[Any]) -> SandboxError | None:
-    """Returns the typed error that some work ends in; another kind of error is passed on."""
+    """Returns the typed error that some work ends in; another kind of error is passed on.
+
+    So is a refusal of a tier without state, which says that it does not offer what the attack is about.
+    """
     try:
         await work
     except SandboxError as error:
+        if isinstance(error, PolicyError) and "(stateful)" in str(error):
+            raise
         return error
     return None
 
