@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
 import struct
 import time
@@ -99,18 +100,21 @@ class Docker:
             stream = await asyncio.to_thread(_attach, container)
             reader, writer = await asyncio.open_connection(sock=_socket_of(stream), limit=1 << 22)
             await asyncio.to_thread(container.start)
-        except (*_UNREACHABLE, OSError, ImageError) as error:
+        except BaseException as error:
             if container is not None:
                 with contextlib.suppress(*_UNREACHABLE):  # then the reaper finds it when the engine is back
                     await asyncio.to_thread(_remove, container)
             USERS.give_back(uid)
             if layered is not None:
                 await asyncio.to_thread(layered.release)
+            if not isinstance(error, (*_UNREACHABLE, OSError, ImageError)):
+                raise
             raise InfrastructureError(f"Docker did not start the sandbox: {_first_line(error)}") from error
         groups = await asyncio.to_thread(_groups, container)
         oom_kills = cgroups.OomCounter(groups.get("memory"))
-        with contextlib.suppress(OSError, KeyError):  # of version 2, or of an engine elsewhere
-            (groups["memory"] / cgroups.SOCKETS).write_text(str(spec.limits.memory_bytes))
+        with contextlib.suppress(OSError):  # of version 2, or of an engine elsewhere
+            if "memory" in groups:
+                (groups["memory"] / cgroups.SOCKETS).write_text(str(spec.limits.memory_bytes))
 
         async def kill() -> None:
             writer.close()
@@ -185,20 +189,18 @@ class Docker:
     async def _container(
         self, box_id: str, owner: str, spec: SandboxSpec, layered: Layered | None, uid: int
     ) -> Any:
-        if layered is not None:  # commands are the user to whom the files of layers belong
-            return await asyncio.to_thread(
-                self._create, box_id, owner, spec, layered.image, layered, COMMAND_UID
-            )
+        create = functools.partial(asyncio.to_thread, self._create, box_id, owner, spec, uid)
+        if layered is not None:
+            return await create(layered.image, layered)
         try:
-            image = spec.image or await self._built_in()
-            return await asyncio.to_thread(self._create, box_id, owner, spec, image, None, uid)
+            return await create(spec.image or await self._built_in(), None)
         except docker.errors.ImageNotFound as error:
             if spec.image:
                 raise PolicyError(
                     f"the engine has no image {spec.image!r}: docker pull it, or load it"
                 ) from error
         self._image = ""  # somebody has removed it
-        return await asyncio.to_thread(self._create, box_id, owner, spec, await self._built_in(), None, uid)
+        return await create(await self._built_in(), None)
 
     async def _built_in(self) -> str:
         async with self._making:
@@ -216,15 +218,17 @@ class Docker:
         return self._client
 
     def _create(
-        self, box_id: str, owner: str, spec: SandboxSpec, image: str, layered: Layered | None, uid: int
+        self, box_id: str, owner: str, spec: SandboxSpec, uid: int, image: str, layered: Layered | None
     ) -> Any:
         network, settings = bool(spec.network), hardening(spec.limits)
-        if layered is not None and layered.writable is not None:
-            del settings["tmpfs"]["/workspace"]
+        if layered is not None:
+            uid = COMMAND_UID  # to whom the files of layers belong
+            if layered.writable is not None:
+                del settings["tmpfs"]["/workspace"]
         env = layered.env if layered else {}
         agent = agent_command(AGENT_FOLDER, spec.limits, uid=uid, alone=False, network=network, env=env)
         return self._connect().containers.create(
-            layered.image if layered else image,
+            image,
             [*(layered.interpreter if layered else ["/usr/bin/python3"]), *agent],
             volumes=layered.volumes if layered else {},
             mounts=[self._door(box_id)] if network else [],
