@@ -34,6 +34,7 @@ CANARY = "TEMPERING_CANARY"
 
 QUICK_S, GROWTH = 5.0, 96 << 20
 _FDS, _FREE = 24, 512 << 20
+_DEPTHS = ("docker", "*/docker", "tempering*/*", "*/tempering*/*")
 NODE_SANDBOXES = 12
 
 
@@ -224,11 +225,18 @@ def _traces(ended: list[str]) -> Iterator[str]:
         if any(name in text for name in names):
             yield f"process {path.parent.name}"
     for name in names:
-        for depth in ("*/*", "*/*/*", "*/*/*/*"):
-            yield from (f"control group {path}" for path in Path("/sys/fs/cgroup").glob(f"{depth}/{name}"))
+        yield from (f"control group {path}" for path in _groups(name))
         if name in Path("/proc/self/mountinfo").read_text():
             yield f"a mount of {name}"
     yield from (f"container {name}" for name in names - set(ended))
+
+
+def _groups(name: str) -> list[Path]:
+    while True:
+        try:
+            return [path for depth in _DEPTHS for path in Path("/sys/fs/cgroup").glob(f"{depth}/{name}")]
+        except FileNotFoundError:  # a group of somebody else has gone meanwhile
+            continue
 
 
 _engine: list[Any] = []
