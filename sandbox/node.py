@@ -119,9 +119,8 @@ class Node:
         if ready is not None:
             os.write(ready, READY.encode())
             os.close(ready)
-        work = (
-            self._reap(), self.journals.tend(), self.warm.tend(), self._reaper.tend(), health.tend(self.living)
-        )  # fmt: skip
+        work = [self._reap(), self.journals.tend(), health.tend(self.living)]
+        work += [self.warm.tend(), self._reaper.tend()]
         tasks = [asyncio.create_task(one) for one in work]
         try:
             await self.stop.wait()
