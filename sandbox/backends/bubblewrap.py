@@ -69,6 +69,7 @@ class Bubblewrap:
             cpu_limit="cpu" in held,
             inode_limit=layers,
             terminal_limit=layers,
+            own_users=os.geteuid() == 0,
             separate_users=os.geteuid() == 0,
             pause="freezer" in held,
             network=not jail.lacking(),

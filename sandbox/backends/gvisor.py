@@ -98,6 +98,7 @@ class Gvisor:
             terminal_signals=False,
             terminal_limit=True,
             own_kernel=True,
+            own_users=True,
         )
 
     async def start(self, box_id: str, owner: str, spec: SandboxSpec) -> Started:
