@@ -220,7 +220,7 @@ attempt('nice', 141, 0, 0, -20)
     check((said := await confession(scene, look)) == b"[]", f"it could {said!r}")
 
 
-@TABLE.attack("an agent that reads the host", needs="stateful")
+@TABLE.attack("an agent that reads the host", needs="stateful masked_kernel")
 async def host(scene: Scene) -> None:
     """Opens the kernel's and the host's files and pid 1's environment as root.
 

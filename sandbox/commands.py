@@ -99,6 +99,16 @@ def show_stats(parsed: argparse.Namespace) -> int:
     else:
         stats = asyncio.run(_ask(parsed, {"op": "stats"}))
     _table(("NODE", "SANDBOXES", "MEMORY GIB", "CORES", "STARTING", "STATE", "BACKENDS"), list(_rows(stats)))
+    for name, node in stats["nodes"].items():
+        for pool in node.get("pools", ()):
+            about = f"{pool['ready']} of {pool['target']} ready, {pool['claimed']} claimed"
+            print(f"{name}: warm pool {pool['pool']} ({pool['backend']}): {about} {pool['problem']}".rstrip())
+        if reaper := node.get("reaper"):
+            late = f"; {reaper['problem']}" if reaper["problem"] else ""
+            seen = f"looked {reaper['age_s']:.0f} s ago, every {reaper['period_s']:g} s{late}"
+            print(
+                f"{name}: reaped {reaper['removed']} ({', '.join(reaper['last'][-3:]) or 'nothing'}), {seen}"
+            )
     if stats.get("refusals"):
         print("refused by nodes: " + ", ".join(f"{why} {count}" for why, count in stats["refusals"].items()))
     return 0

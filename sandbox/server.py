@@ -24,6 +24,7 @@ import aiohttp
 
 from sandbox.backends.base import AUTO
 from sandbox.channel import Header
+from sandbox.demands import demand_of, operate, owner_of, signed
 from sandbox.errors import (
     BackendMissingError,
     InfrastructureError,
@@ -217,8 +218,6 @@ class Front:
                 f"the fleet has no node {name}; its sandboxes are gone or belong to another fleet"
             )
         return node
-
-    # --- calls
 
     async def _forward(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
         node = self._node(node_of(str(header.get("box") or header["snapshot"])))
