@@ -174,7 +174,7 @@ async def floods(scene: Scene) -> None:
         await box.close()
 
 
-@TABLE.attack("what an agent may", needs="separate_users")
+@TABLE.attack("what an agent may", needs="separate_users stateful")
 async def powers(scene: Scene) -> None:
     """Counts the capabilities it has, and those of a program that it starts.
 
@@ -192,7 +192,7 @@ for line in text.splitlines():
     check((said := await confession(scene, look)) == b"[]", f"it has {said!r}")
 
 
-@TABLE.attack("an agent that breaks out", needs="!own_kernel")
+@TABLE.attack("an agent that breaks out", needs="!own_kernel stateful")
 async def breakout(scene: Scene) -> None:
     """Mounts, makes devices, traces, loads, sets clocks and host names, kills all it sees -> refused."""
     look = r"""
@@ -220,7 +220,7 @@ attempt('nice', 141, 0, 0, -20)
     check((said := await confession(scene, look)) == b"[]", f"it could {said!r}")
 
 
-@TABLE.attack("an agent that reads the host")
+@TABLE.attack("an agent that reads the host", needs="stateful masked_kernel")
 async def host(scene: Scene) -> None:
     """Opens the kernel's and the host's files and pid 1's environment as root.
 
@@ -249,7 +249,7 @@ for pid in os.listdir('/proc'):
     check(CANARY.encode() not in said, "it has the node's environment")
 
 
-@TABLE.attack("an agent that changes the toolkit", case=27)
+@TABLE.attack("an agent that changes the toolkit", case=27, needs="stateful")
 async def toolkit(scene: Scene) -> None:
     """Writes into its own program's folder, the interpreter's and the system's.
 

@@ -232,7 +232,7 @@ for path in ('/proc/sys/kernel/core_pattern', '/proc/sysrq-trigger', '/proc/sys/
     except OSError: pass
 for top in ('/proc/sys', '/sys', '/proc/fs', '/proc/irq', '/proc/bus', '/proc/scsi', '/proc/driver'):
     for root, _, names in os.walk(top):
-        for name in names:
+        for name in set(names) - {'ns_last_pid'}:  # anybody opens it, and nobody without power writes it
             path = root + '/' + name
             try: os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK)); got.append(path)
             except OSError: pass

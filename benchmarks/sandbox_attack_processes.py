@@ -136,7 +136,7 @@ for n in range(1000):
         os._exit(0)
     os.wait()
 """
-    check((await scene.python(source, 30)).exit_code == 0, "the forks failed")
+    check((await scene.python(source, 50)).exit_code == 0, "the forks failed")
     for _ in range(40):
         states = await scene.box.exec("grep -l '^State:.Z' /proc/[0-9]*/status 2>/dev/null")
         if not states.stdout:

@@ -16,7 +16,7 @@ import sandbox.backends
 import sandbox.births
 import sandbox.box
 import sandbox.resident
-from sandbox.backends import base, bwrap, cgroups, seccomp
+from sandbox.backends import base, bubblewrap, bwrap, cgroups, seccomp
 from sandbox.channel import MAX_BODY, Header
 from sandbox.layers import writable
 from sandbox.trees import Checker, Entry
@@ -43,6 +43,13 @@ def _bubblewrap(change: Callable[[list[str]], list[str]]) -> None:
         return wrap(self, change(list(argv)), *more, **how)
 
     cgroups.Cgroup.wrap = changed
+    module: Any = bubblewrap
+    execute = module._execute
+
+    async def executed(command: Iterable[str], *more: Any, **how: Any) -> Any:
+        return await execute(change(list(command)), *more, **how)
+
+    module._execute = executed
 
 
 def _without(*options: str) -> Callable[[list[str]], list[str]]:

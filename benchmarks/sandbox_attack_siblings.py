@@ -44,7 +44,7 @@ async def nproc(scene: Scene) -> None:
                   "pids = [os.fork() or os._exit(0) for _ in range(30)]")  # fmt: skip
 
 
-@TABLE.attack("inotify instances")
+@TABLE.attack("inotify instances", needs="own_users")
 async def inotify(scene: Scene) -> None:
     """All inotify instances of its user -> a sibling has its own."""
     await starved(
@@ -52,7 +52,7 @@ async def inotify(scene: Scene) -> None:
     )
 
 
-@TABLE.attack("inotify watches")
+@TABLE.attack("inotify watches", needs="own_users")
 async def watches(scene: Scene) -> None:
     """As many watches as the kernel gives its user -> a sibling has its own."""
     take = """
@@ -66,7 +66,7 @@ for root, folders, names in os.walk('/usr'):
     await starved(scene, take, use, 3)
 
 
-@TABLE.attack("pending signals and timers")
+@TABLE.attack("pending signals and timers", needs="own_users")
 async def pending(scene: Scene) -> None:
     """All pending signals and timers of its user -> a sibling can make timers and queue signals."""
     take = """
@@ -85,14 +85,14 @@ for n in range(20):
     await starved(scene, take, use, 3)
 
 
-@TABLE.attack("bytes of message queues")
+@TABLE.attack("bytes of message queues", needs="own_users")
 async def mqueue(scene: Scene) -> None:
     """All bytes of POSIX message queues of its user -> a sibling can open one."""
     make = "sure(libc.syscall(240, b'q%d-%d' % (os.getpid(), n), 0o102, 0o600, 0))"
     await starved(scene, f"for n in range(9999): {make}", f"for n in range(3): {make}")
 
 
-@TABLE.attack("descriptors in flight")
+@TABLE.attack("descriptors in flight", needs="own_users")
 async def in_flight(scene: Scene) -> None:
     """Descriptors in messages that nobody reads -> a sibling can still pass its own, its agent too."""
     take = """
@@ -113,7 +113,7 @@ for n in range(9): a.sendmsg([b'x'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, arr
     await starved(scene, take, use)
 
 
-@TABLE.attack("pages of pipes")
+@TABLE.attack("pages of pipes", needs="own_users")
 async def pipe_pages(scene: Scene) -> None:
     """All pages of pipes of its user -> a sibling's new pipes have their size and can grow."""
     take = """

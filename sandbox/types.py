@@ -48,7 +48,9 @@ class Capabilities:
     whole sandbox ends. `stateful`: what a command leaves is there for the next; without it each command
     starts in an empty place of its own, and only commands are on offer. `terminal_limit`: the terminals that
     it opens are not taken from those that the machine has for all. `own_kernel`: its system calls end in a
-    kernel of its own, whose devices, mounts and priorities are none of the machine's.
+    kernel of its own, whose devices, mounts and priorities are none of the machine's. `own_users`: what the
+    kernel counts by user it shares with no sibling, unless it has layers. `masked_kernel`: its agent, too,
+    sees nothing of the kernel's own memory.
     """
 
     images: bool
@@ -69,6 +71,8 @@ class Capabilities:
     disk_file: bool = False
     terminal_limit: bool = False
     own_kernel: bool = False
+    own_users: bool = False
+    masked_kernel: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,8 @@ class Bubblewrap:
             cpu_limit="cpu" in held,
             inode_limit=layers,
             terminal_limit=layers,
+            own_users=os.geteuid() == 0,
+            masked_kernel=True,
             separate_users=os.geteuid() == 0,
             pause="freezer" in held,
             network=not jail.lacking(),

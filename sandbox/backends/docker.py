@@ -75,6 +75,7 @@ class Docker:
             cpu_limit=True,
             inode_limit=True,
             separate_users=True,
+            own_users=True,
             pause=True,
             network=not jail.lacking() and not self._remapped,
             layers=self._composer is not None and not self._composer.missing(),

@@ -99,6 +99,8 @@ class Gvisor:
             terminal_signals=False,
             terminal_limit=True,
             own_kernel=True,
+            own_users=True,
+            masked_kernel=True,
         )
 
     async def start(self, box_id: str, owner: str, spec: SandboxSpec) -> Started:
