@@ -120,7 +120,8 @@ class Node:
             os.write(ready, READY.encode())
             os.close(ready)
         work = (
-            self._reap(), self.journals.tend(), self.warm.tend(), self._reaper.tend(), health.tend(self.living)
+            self._reap(), self.journals.tend(), self.warm.tend(), self._reaper.tend(),
+            health.tend(self.living),
         )  # fmt: skip
         tasks = [asyncio.create_task(one) for one in work]
         try:
