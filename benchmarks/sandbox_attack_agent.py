@@ -1,4 +1,4 @@
-"""Attacks by the resident agent itself, as if untrusted code had taken it over: what it says, and what it may.
+"""Attacks by the resident agent itself, as if untrusted code had taken it over: what it says and may.
 
 The program that takes the agent's place (`sandbox_attack_node.py` puts it there) has the agent's channel, its
 user and its capabilities, and no filter of system calls, which the agent gives itself.
@@ -58,7 +58,8 @@ async def taken_over(scene: Scene, program: str) -> RemoteBox:
 
 async def confession(scene: Scene, look: str) -> bytes:
     """Returns what a program in the agent's place says for the first command."""
-    program = f"got = []\n{look}\nheader, _ = receive()\nsend(good(header['id'], repr(got).encode()))\ntime.sleep(60)"
+    reply = "header, _ = receive()\nsend(good(header['id'], repr(got).encode()))\ntime.sleep(60)"
+    program = f"got = []\n{look}\n{reply}"
     box = await taken_over(scene, program)
     return (await box.exec("true", timeout_s=20)).stdout
 
@@ -226,8 +227,9 @@ async def host(scene: Scene) -> None:
     -> nothing, no variable of the node.
     """
     look = r"""
-for path in ('/proc/kcore', '/proc/kmsg', '/proc/kpagecgroup', '/proc/kpagecount', '/proc/kpageflags', '/proc/keys',
-    '/proc/timer_list', '/proc/sched_debug', '/sys/firmware', '/etc/shadow', '/root', '/dev/mem', '/dev/vda'):
+for path in ('/proc/kcore', '/proc/kmsg', '/proc/kpagecgroup', '/proc/kpagecount', '/proc/kpageflags',
+    '/proc/keys', '/proc/timer_list', '/proc/sched_debug', '/sys/firmware', '/etc/shadow', '/root',
+    '/dev/mem', '/dev/vda'):
     try:
         if os.path.isdir(path):
             if os.listdir(path): got.append(path)

@@ -64,7 +64,8 @@ async def others(scene: Scene) -> None:
             taken.exec("true"), taken.python("1"), taken.read_file("/tmp/x"), taken.pause(), taken.resume(),
             taken.extend(5), taken.snapshot(), taken.fork(1), taken.start("true"), thief.attach(scene.box.id),
             thief.attach(scene.box.id, replay=True), thief.create(SPEC, snapshot="../../etc/passwd"),
-            thief.attach("../journals/" + scene.box.id, replay=True), thief.attach("/etc/passwd", replay=True),
+            thief.attach("../journals/" + scene.box.id, replay=True),
+            thief.attach("/etc/passwd", replay=True),
             thief.attach("..", replay=True), thief.attach("", replay=True),
         ]  # fmt: skip
         for number, work in enumerate(works):
@@ -80,7 +81,8 @@ async def requests(scene: Scene) -> None:
     """Frames that are none, values of the wrong type, sizes beyond all -> an error each, the node goes on."""
     path = str(scene.stage.folder / SOCKET)
     for data in (
-        b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, struct.pack("!II", 2, 0) + b"[]", struct.pack("!II", 1 << 31, 0),
+        b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, struct.pack("!II", 2, 0) + b"[]",
+        struct.pack("!II", 1 << 31, 0),
         struct.pack("!II", 60000, 0) + b"[" * 60000, struct.pack("!II", 9, 0) + b'{"id": 1}', b"\0" * 4096,
         struct.pack("!II", 20, 1 << 20) + b'{"id":1,"op":"ping"}',
     ):  # fmt: skip
@@ -95,7 +97,8 @@ async def requests(scene: Scene) -> None:
     try:
         for header in (
             {"op": "run", "box": scene.box.id, "command": {"op": "exec"}}, {"op": "hello"}, {"op": "nothing"},
-            {"op": "create", "backend": scene.stage.tier, "spec": {"limits": {"x": 1}}}, {"op": []}, {"op": None},
+            {"op": "create", "backend": scene.stage.tier, "spec": {"limits": {"x": 1}}},
+            {"op": []}, {"op": None},
             {"op": "run", "box": [], "command": []}, {"op": "attach", "box": {}, "replay": True},
             {"op": "hello", "owner": "x", "backend": scene.stage.tier, "lease_s": float("nan")},
             {"op": "hello", "owner": "x", "backend": scene.stage.tier, "lease_s": float("inf")},

@@ -12,6 +12,12 @@ from sandbox.errors import FileError, SandboxError
 from sandbox.trees import TreeLimits
 
 TABLE = Table("disk")
+
+
+def _files(folder: str) -> list[Path]:
+    return [path for path in Path(folder).rglob("*") if path.is_file()]
+
+
 _FOLDERS = ("/workspace", "/tmp", "/dev/shm")
 
 
@@ -97,9 +103,7 @@ for size in (1 << 40, 1 << 32, 8 << 20):
         to = Path(folder) / "to"
         error = await typed(scene.box.download("/workspace", to, limits=TreeLimits(64 << 20, 1000)))
         check(isinstance(error, SandboxError), "the download was not refused")
-        check(
-            sum(p.stat().st_size for p in Path(folder).rglob("*") if p.is_file()) <= 64 << 20, "it was read"
-        )
+        check(sum(path.stat().st_size for path in _files(folder)) <= 64 << 20, "it was read")
     await scene.answers()
 
 
@@ -170,8 +174,8 @@ for n in range(3000):
 @TABLE.attack("endless output", case=19)
 async def endless(scene: Scene) -> None:
     """`yes` to both streams, and to all of pid 1's -> cut to the limit; nothing grows on the host."""
-    result = await scene.box.exec("yes & yes >&2 & yes > /proc/1/fd/1; yes > /proc/1/fd/2; wait", timeout_s=1.5,
-                                  output_limit=10_000)  # fmt: skip
+    line = "yes & yes >&2 & yes > /proc/1/fd/1; yes > /proc/1/fd/2; wait"
+    result = await scene.box.exec(line, timeout_s=1.5, output_limit=10_000)
     check(result.timed_out and result.truncated, f"it was not cut: {result.exit_code}")
     check(len(result.stdout) + len(result.stderr) < 21_000, "more came than was asked for")
     await scene.answers()
@@ -247,6 +251,6 @@ async def limits(scene: Scene) -> None:
         {"memory_bytes": 0}, {"memory_bytes": -1}, {"pids": -1}, {"pids": 0}, {"cpus": 0}, {"cpus": -1.0},
         {"tmpfs_bytes": 0}, {"tmpfs_inodes": -1}, {"open_files": -1},
     ):  # fmt: skip
-        error = await typed(scene.fresh(limited(**changes)))
+        error = await typed(scene.fresh(limited(SPEC, **changes)))
         check(isinstance(error, SandboxError), f"{changes} was granted")
         check(type(error).__name__ == "PolicyError", f"{changes} was refused as {error!r}")

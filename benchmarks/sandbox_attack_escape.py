@@ -1,4 +1,4 @@
-"""Attacks that look for a way out: doors of the kernel, files of the host, processes of others, the network."""
+"""Attacks that look for a way out: doors of the kernel, files of the host, others' processes, the network."""
 
 from __future__ import annotations
 
@@ -187,18 +187,22 @@ async def suid(scene: Scene) -> None:
 async def services(scene: Scene) -> None:
     """docker.sock, containerd.sock, the node's socket, ssh, shadow, disks -> not there."""
     paths = (
-        "/var/run/docker.sock", "/run/docker.sock", "/run/containerd/containerd.sock", "/root", "/root/.ssh/id",
-        "/etc/shadow", "/etc/sudoers", "/dev/sda", "/dev/vda", "/dev/mem", "/dev/kmem", "/dev/port", "/dev/kvm",
+        "/var/run/docker.sock", "/run/docker.sock", "/run/containerd/containerd.sock", "/root",
+        "/root/.ssh/id", "/etc/shadow", "/etc/sudoers", "/dev/sda", "/dev/vda", "/dev/mem", "/dev/kmem",
+        "/dev/port", "/dev/kvm",
         "/dev/vsock", "/dev/fuse", "/dev/loop0", "/dev/loop-control", "/dev/mapper/control", "/dev/net/tun",
         "/dev/kmsg", "/dev/console", "/dev/tty0", "/dev/uinput", "/dev/userfaultfd", "/dev/dri/card0",
-        str(scene.stage.folder / "node.sock"), str(scene.stage.folder), "/proc/1/root/etc/shadow", "/proc/1/cwd/x",
+        str(scene.stage.folder / "node.sock"), str(scene.stage.folder),
+        "/proc/1/root/etc/shadow", "/proc/1/cwd/x",
     )  # fmt: skip
     await scene.says(
         f"""
 import os
 got = []
 for path in {paths!r}:
-    try: os.listdir(path) if os.path.isdir(path) else os.open(path, os.O_RDONLY | os.O_NONBLOCK); got.append(path)
+    try:
+        os.listdir(path) if os.path.isdir(path) else os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        got.append(path)
     except OSError: pass
 print(got)
 """,
@@ -217,8 +221,10 @@ async def switches(scene: Scene) -> None:
 import os
 got = []
 for path in ('/proc/sys/kernel/core_pattern', '/proc/sysrq-trigger', '/proc/sys/kernel/modprobe',
-    '/sys/fs/cgroup/memory/release_agent', '/sys/fs/cgroup/memory/notify_on_release', '/sys/kernel/uevent_helper',
-    '/sys/fs/cgroup/cgroup.procs', '/sys/fs/cgroup/memory/memory.limit_in_bytes', '/sys/fs/cgroup/pids/pids.max',
+    '/sys/fs/cgroup/memory/release_agent', '/sys/fs/cgroup/memory/notify_on_release',
+    '/sys/kernel/uevent_helper',
+    '/sys/fs/cgroup/cgroup.procs', '/sys/fs/cgroup/memory/memory.limit_in_bytes',
+    '/sys/fs/cgroup/pids/pids.max',
     '/sys/fs/cgroup/memory.max', '/proc/sys/vm/panic_on_oom', '/proc/sys/fs/binfmt_misc/register',
     '/proc/sys/kernel/ns_last_pid', '/proc/1/oom_score_adj', '/proc/1/mem', '/proc/bus/pci', '/proc/irq/0/x',
     '/proc/mtrr', '/proc/acpi/wakeup'):
@@ -227,7 +233,8 @@ for path in ('/proc/sys/kernel/core_pattern', '/proc/sysrq-trigger', '/proc/sys/
 for top in ('/proc/sys', '/sys', '/proc/fs', '/proc/irq', '/proc/bus', '/proc/scsi', '/proc/driver'):
     for root, _, names in os.walk(top):
         for name in names:
-            try: os.close(os.open(root + '/' + name, os.O_WRONLY | os.O_NONBLOCK)); got.append(root + '/' + name)
+            path = root + '/' + name
+            try: os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK)); got.append(path)
             except OSError: pass
 print(got)
 """,
@@ -244,8 +251,10 @@ async def kernel_memory(scene: Scene) -> None:
 import os
 got = []
 for path in ('/proc/kcore', '/proc/kmsg', '/proc/kpagecgroup', '/proc/kpagecount', '/proc/kpageflags',
-    '/sys/firmware', '/proc/keys', '/proc/timer_list', '/proc/slabinfo', '/proc/vmallocinfo', '/proc/sched_debug',
-    '/proc/latency_stats', '/proc/pagetypeinfo', '/proc/allocinfo', '/proc/acpi', '/proc/scsi', '/sys/kernel/debug',
+    '/sys/firmware', '/proc/keys', '/proc/timer_list', '/proc/slabinfo', '/proc/vmallocinfo',
+    '/proc/sched_debug',
+    '/proc/latency_stats', '/proc/pagetypeinfo', '/proc/allocinfo', '/proc/acpi', '/proc/scsi',
+    '/sys/kernel/debug',
     '/proc/1/mem', '/proc/1/stack', '/proc/1/syscall', '/sys/kernel/security'):
     try:
         if os.path.isdir(path):
@@ -253,8 +262,9 @@ for path in ('/proc/kcore', '/proc/kmsg', '/proc/kpagecgroup', '/proc/kpagecount
         elif os.read(os.open(path, os.O_RDONLY | os.O_NONBLOCK), 16): got.append(path)
     except OSError: pass
 for path in ('/proc/kallsyms', '/proc/iomem', '/proc/modules'):
-    try: addresses = {word for line in open(path) for word in line.replace('-', ' ').split() if len(word) >= 16}
+    try: words = open(path).read().replace('-', ' ').split()
     except OSError: continue
+    addresses = {word for word in words if len(word) > 15}
     if any(set(word) - {'0', 'x'} and all(c in '0123456789abcdefx' for c in word) for word in addresses):
         got.append(path)
 print(got)
@@ -301,7 +311,7 @@ for pid in os.listdir('/proc'):
                 try: os.open(path, mode | os.O_NONBLOCK)
                 except OSError: continue
                 if not name.startswith('fd/') or os.readlink(path) != '/dev/null': got.append(path)
-        try: got += [name for name in open('/proc/' + pid + '/environ').read().split(chr(0)) if 'TEMPER' in name]
+        try: got += [pid + ' environ'] if 'TEMPER' in open('/proc/' + pid + '/environ').read() else []
         except OSError: pass
         try: os.kill(int(pid), 0); got.append('signal ' + pid)
         except OSError: pass
@@ -385,7 +395,9 @@ for address in ('::2', 'fe80::1', '::ffff:172.17.0.1', '2001:4860:4860::8888'):
 for name in ('localhost.localdomain.test', 'example.com', 'metadata.google.internal'):
     try: got.append(socket.gethostbyname(name))
     except OSError: pass
-try: socket.socket(socket.AF_INET, socket.SOCK_DGRAM, 1).sendto(bytes(8), ('172.17.0.1', 0)); got.append('icmp')
+try:
+    socket.socket(socket.AF_INET, socket.SOCK_DGRAM, 1).sendto(bytes(8), ('172.17.0.1', 0))
+    got.append('icmp')
 except OSError: pass
 routes = [line for line in open('/proc/net/route')][1:]
 print(got + routes)
@@ -406,8 +418,8 @@ async def abstract(scene: Scene) -> None:
         host.bind(f"\0{name}-host")
         host.listen()
         serve = (
-            f"import socket, time\ns = socket.socket(socket.AF_UNIX); s.bind('\\0{name}-sibling'); s.listen()\n"
-            "time.sleep(8)"
+            "import socket, time\ns = socket.socket(socket.AF_UNIX)\n"
+            f"s.bind('\\0{name}-sibling'); s.listen(); time.sleep(8)"
         )
         await scene.sibling.start(["/usr/bin/python3", "-c", serve])
         await asyncio.sleep(0.3)
@@ -431,7 +443,8 @@ async def identity(scene: Scene) -> None:
 
     -> a name for all, no id of the host.
     """
-    look = "cat /proc/sys/kernel/hostname; cat /etc/machine-id /var/lib/dbus/machine-id /sys/class/dmi/id/product_uuid 2>/dev/null; true"
+    ids = "/etc/machine-id /var/lib/dbus/machine-id /sys/class/dmi/id/product_uuid"
+    look = f"cat /proc/sys/kernel/hostname; cat {ids} 2>/dev/null; true"
     mine, other = [(await box.exec(look)).stdout for box in (scene.box, scene.sibling)]
     check(mine == other == b"sandbox\n", f"it says {mine!r}, its sibling {other!r}")
     check(socket.gethostname().encode() not in mine, "it has the host's name")

@@ -8,6 +8,7 @@ import functools
 import gzip
 import io
 import lzma
+import os
 import struct
 import tarfile
 import tempfile
@@ -78,6 +79,10 @@ def greedy() -> bytes:
         "<I", __import__("zlib").crc32(bytes(data[12 : 12 + size - 4]))
     )
     return bytes(data)
+
+
+def _links(folder: str) -> list[Path]:
+    return [path for path in Path(folder).rglob("*") if path.is_symlink() and os.readlink(path)[:1] == "/"]
 
 
 @functools.cache
@@ -173,8 +178,7 @@ async def swapped(scene: Scene) -> None:
         await typed(scene.box.upload_archive(one("sub/x"), "/workspace/t"))
         with tempfile.TemporaryDirectory() as folder:
             await typed(scene.box.download("/workspace/t", Path(folder) / "to"))
-            links = [p for p in Path(folder).rglob("*") if p.is_symlink() and str(p.readlink())[:1] == "/"]
-            check(not links, "a link out came through")
+            check(not _links(folder), "a link out came through")
     after = (await scene.sibling.exec("ls -la /etc /usr /run 2>/dev/null")).stdout
     check(before == after, "the system's folders changed")
     await scene.answers()
@@ -224,9 +228,9 @@ os.mkfifo('/workspace/pipe')
     check(len(await scene.box.list_files()) == 11, "the list is wrong")
     with tempfile.TemporaryDirectory() as folder:
         await scene.box.download("/workspace", Path(folder) / "to")
-        found = list((Path(folder) / "to").iterdir())
+        found = os.listdir(os.path.join(folder, "to"))
         check(len(found) == 10, f"{len(found)} files came")
-        check(not [p for p in Path(folder).iterdir() if p.name != "to"], "something came beside it")
+        check(os.listdir(folder) == ["to"], "something came beside it")
     await scene.answers()
 
 
@@ -238,7 +242,7 @@ async def links_out(scene: Scene) -> None:
         with tempfile.TemporaryDirectory() as folder:
             error = await typed(scene.box.download("/workspace", Path(folder) / "to"))
             check(isinstance(error, UnsafeTreeError), f"a link to {target} came through")
-            check(not list(Path(folder).iterdir()), "a part of it is there")
+            check(not os.listdir(folder), "a part of it is there")
 
 
 @TABLE.attack("tree that changes while it is read")
@@ -253,7 +257,7 @@ async def changing(scene: Scene) -> None:
         with tempfile.TemporaryDirectory() as folder:
             error = await typed(scene.box.download("/workspace", Path(folder) / "to"))
             check(error is None or isinstance(error, FileError), f"it failed otherwise: {error!r}")
-            check(not any(path.is_symlink() for path in Path(folder).rglob("*")), "a link out came through")
+            check(not _links(folder), "a link out came through")
     await scene.answers()
 
 
@@ -261,8 +265,9 @@ async def changing(scene: Scene) -> None:
 async def overwritten(scene: Scene) -> None:
     """Writes over /bin/sh, env, python and the agent, by commands and by upload -> next commands as ever."""
     await scene.box.exec(
-        "for f in /bin/sh /usr/bin/env /usr/bin/python3 /bin/echo /etc/ld.so.preload /run/tempering/agent/*.py "
-        "/tempering/agent/*.py /proc/self/exe /proc/1/exe; do echo evil > $f; cp /usr/bin/true $f; rm -f $f; "
+        "for f in /bin/sh /usr/bin/env /usr/bin/python3 /usr/bin/echo /etc/ld.so.preload "
+        "/run/tempering/agent/*.py /opt/tempering/agent/*.py "
+        "/proc/self/exe /proc/1/exe; do echo evil > $f; cp /usr/bin/true $f; rm -f $f; "
         "mv $f $f.x; chmod 777 $f; done; mount --bind /usr/bin/true /bin/sh",
         timeout_s=20,
     )
@@ -293,8 +298,10 @@ for name in ('.bashrc', '.profile', '.bash_profile', '.bash_login', '.shrc', '.p
 for name in ('echo', 'sh', 'env', 'python3', 'bash'):
     open(name, 'w').write('#!/bin/sh\necho evil\n'); os.chmod(name, 0o777)
 """)
-    await scene.box.exec("export PATH=/workspace BASH_ENV=/workspace/.bashrc LD_PRELOAD=/workspace/x.so "
-                         "PYTHONSTARTUP=/workspace/json.py PYTHONPATH=/workspace ENV=/workspace/.shrc")  # fmt: skip
+    await scene.box.exec(
+        "export PATH=/workspace BASH_ENV=/workspace/.bashrc LD_PRELOAD=/workspace/x.so "
+        "PYTHONSTARTUP=/workspace/json.py PYTHONPATH=/workspace ENV=/workspace/.shrc"
+    )
     await scene.answers()
     inner = await scene.box.python("import json; print(json.__file__)")
     check(inner.stdout.startswith(b"/usr/"), f"a call imported {inner.stdout!r}")

@@ -1,7 +1,7 @@
 """What an attack is, where it takes place, and what host and siblings must look like after it.
 
-An attack is an async function that does its worst in a fresh sandbox and fails by `check` when the sandbox, the
-node or the host let it. After each, `Stage.wounds` looks at all that it must not have touched.
+An attack is an async function that does its worst in a fresh sandbox and fails by `check` when the sandbox,
+the node or the host let it. After each, `Stage.wounds` looks at all that it must not have touched.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from sandbox.client import Fleet, RemoteBox
-from sandbox.errors import LostError, SandboxError
+from sandbox.errors import LostError, PolicyError, SandboxError
 from sandbox.node import SOCKET
 from sandbox.types import ExecResult, Limits, SandboxSpec
 
@@ -34,6 +34,7 @@ CANARY = "TEMPERING_CANARY"
 
 QUICK_S, GROWTH = 5.0, 96 << 20
 _FDS, _FREE = 24, 512 << 20
+_DEPTHS = ("docker", "*/docker", "tempering*/*", "*/tempering*/*")
 NODE_SANDBOXES = 12
 
 
@@ -49,7 +50,7 @@ def check(holds: object, what: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """One attack. `needs`: capabilities without which a tier does not claim to hold it, with `!` those with which."""
+    """One attack. `needs`: capabilities without which (with `!`: with which) no tier claims to hold it."""
 
     name: str
     kind: str
@@ -153,7 +154,8 @@ class Stage:
         with (self.folder / "attacks.log").open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *command, "--", "--max-sandboxes", str(NODE_SANDBOXES), cwd=root, stdout=log, stderr=log,
-                env={**os.environ, "PYTHONPATH": str(root), CANARY: secrets.token_hex(8)}, stdin=asyncio.subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": str(root), CANARY: secrets.token_hex(8)},
+                stdin=asyncio.subprocess.DEVNULL,
             )  # fmt: skip
         while not (self.folder / SOCKET).exists():
             if self._process.returncode is not None:
@@ -223,11 +225,18 @@ def _traces(ended: list[str]) -> Iterator[str]:
         if any(name in text for name in names):
             yield f"process {path.parent.name}"
     for name in names:
-        for depth in ("*/*", "*/*/*", "*/*/*/*"):
-            yield from (f"control group {path}" for path in Path("/sys/fs/cgroup").glob(f"{depth}/{name}"))
+        yield from (f"control group {path}" for path in _groups(name))
         if name in Path("/proc/self/mountinfo").read_text():
             yield f"a mount of {name}"
     yield from (f"container {name}" for name in names - set(ended))
+
+
+def _groups(name: str) -> list[Path]:
+    while True:
+        try:
+            return [path for depth in _DEPTHS for path in Path("/sys/fs/cgroup").glob(f"{depth}/{name}")]
+        except FileNotFoundError:  # a group of somebody else has gone meanwhile
+            continue
 
 
 _engine: list[Any] = []
@@ -254,10 +263,15 @@ def limited(spec: SandboxSpec = SPEC, **changes: Any) -> SandboxSpec:
 
 
 async def typed(work: Awaitable[Any]) -> SandboxError | None:
-    """Returns the typed error that some work ends in; another kind of error is passed on."""
+    """Returns the typed error that some work ends in; another kind of error is passed on.
+
+    So is a refusal of a tier without state, which says that it does not offer what the attack is about.
+    """
     try:
         await work
     except SandboxError as error:
+        if isinstance(error, PolicyError) and "(stateful)" in str(error):
+            raise
         return error
     return None
 

@@ -14,7 +14,7 @@ _HOST = 600 << 20
 
 
 async def bounded(scene: Scene, source: str, timeout_s: float = 4.0, most: int = _HOST) -> None:
-    """Runs Python that takes what it can and holds it; fails when the host lost more than the limit and slack."""
+    """Runs Python that takes what it can and holds it; fails when the host lost more than the limit."""
     before = psutil.virtual_memory().available
     attack = asyncio.create_task(scene.python(source, timeout_s))
     least = before

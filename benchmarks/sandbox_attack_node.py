@@ -1,10 +1,10 @@
-"""A node like any other, but of the benchmark's own process: some protections switched off, some agents hostile.
+"""A node like any other, but of the benchmark's own: some protections switched off, some agents hostile.
 
     python -m benchmarks.sandbox_attack_node STATE_DIR [PROTECTION ...] -- [options of the node]
 
-A sandbox whose label `attack.agent` holds a program gets that program in place of the resident agent, with all
-that the agent may do: this is what an agent that was taken over looks like. SIGUSR1 sets the node's clock one
-hour ahead. Nothing of this can be reached from production code.
+A sandbox whose label `attack.agent` holds a program gets that program in place of the resident agent, with
+all that the agent may do: this is what an agent that was taken over looks like. SIGUSR1 sets the node's clock
+one hour ahead. Nothing of this can be reached from production code.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def hostile_agents() -> None:
     for module in pkgutil.iter_modules(sandbox.backends.__path__):
         loaded = importlib.import_module(f"sandbox.backends.{module.name}")
         if getattr(loaded, "agent_command", None) is agent_command:
-            loaded.agent_command = command
+            setattr(loaded, "agent_command", command)  # noqa: B010
     for kind in {type(backend) for backend in backends().values()}:
         kind.start = _labelled(kind.start)
 

@@ -1,7 +1,7 @@
-"""Protections, each of which can be switched off for real in the benchmark's own node: to see that it was holding.
+"""Protections, each of which can be switched off for real in the benchmark's own node, to see it missed.
 
-Switching off replaces a function of the product within this process. There is no option, variable or message by
-which a node could be told to do the same.
+Switching off replaces a function of the product within this process. There is no option, variable or message
+by which a node could be told to do the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sandbox.layers import writable
 from sandbox.trees import Checker, Entry
 from sandbox.types import Limits
 
-Change = Callable[[dict[str, Any]], None]
+Change = Callable[[dict[str, Any]], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def _commands(change: Callable[[dict[str, Any]], None], limits: Mapping[str, int
     for module in pkgutil.iter_modules(sandbox.backends.__path__):
         loaded = importlib.import_module(f"sandbox.backends.{module.name}")
         if hasattr(loaded, "agent_command"):
-            loaded.agent_command = changed
+            setattr(loaded, "agent_command", changed)  # noqa: B010
 
 
 def no_seccomp() -> None:
@@ -124,7 +124,7 @@ def no_tmpfs() -> None:
         how["tmpfs"] = dict.fromkeys(how["tmpfs"], "rw,exec,mode=1777")
         how["ulimits"] = [limit for limit in how["ulimits"] if limit.name != "fsize"]
 
-    writable._tmpfs = lambda limits, mode: f"mode={mode:o}".encode()  # pyright: ignore[reportPrivateUsage]
+    writable.tmpfs = lambda limits, mode: f"mode={mode:o}".encode()
     _bubblewrap(unsized)
     _docker(container)
     _commands(lambda how: None, {"tmpfs_bytes": 1 << 40})
@@ -141,11 +141,11 @@ def no_output_cap() -> None:
     run: Any = sandbox.box.Box._run  # pyright: ignore[reportPrivateUsage]
 
     async def changed(self: Any, header: Header, *rest: Any) -> Any:
-        return await run(
-            self, {**header, "limit": MAX_BODY // 4} if header["op"] == "exec" else header, *rest
-        )
+        more = {"limit": MAX_BODY // 4} if header["op"] == "exec" else {}
+        return await run(self, {**header, **more}, *rest)
 
-    sandbox.box.Box._run = changed  # pyright: ignore[reportPrivateUsage]
+    box: Any = sandbox.box.Box
+    box._run = changed
 
 
 def with_network() -> None:

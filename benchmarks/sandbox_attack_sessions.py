@@ -1,4 +1,4 @@
-"""Attacks on what lasts from command to command: sessions, terminals, background processes, streams, calls."""
+"""Attacks on what lasts from command to command: sessions, terminals, processes, streams, calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ async def state(scene: Scene) -> None:
     """
     shell = scene.box.shell()
     for line in (
-        "head -c 3000000 /dev/zero >&198", "printf '/nowhere\\nexit 9\\n' >&198; exec 198>&-", "exec 198>&-; :",
+        "head -c 3000000 /dev/zero >&198", "printf '/nowhere\\nexit 9\\n' >&198; exec 198>&-",
+        "exec 198>&-; :",
         "printf 'no folder' >&198; trap - EXIT", "trap 'kill -9 $$' EXIT", "exec /usr/bin/true",
         "X=$(head -c 200000 /dev/zero | tr '\\0' x); export X",
     ):  # fmt: skip
@@ -149,7 +150,7 @@ async def interpreter(scene: Scene) -> None:
     -> the next is as ever.
     """
     for source in (
-        "import builtins, sys, os\nbuiltins.print = None; builtins.open = None; os._exit = None; sys.modules.clear()",
+        "import builtins, sys, os\nbuiltins.print = builtins.open = os._exit = None; sys.modules.clear()",
         "import os\nfor fd in range(1000):\n    try: os.close(fd)\n    except OSError: pass",
         "import ctypes; ctypes.string_at(0)", "import os; os.abort()", "import os; os.kill(os.getpid(), 9)",
         "raise SystemExit('x' * 10)", "import sys; sys.setrecursionlimit(1 << 30)\ndef f(): f()\nf()",
@@ -191,7 +192,8 @@ async def odd(scene: Scene) -> None:
     """
     for command, how in (
         (["echo", "a\0b"], {}), (["echo", *(["x" * 1000] * 200)], {}), (["echo", "x" * 250_000], {}),
-        (["echo", "x" * (8 << 20)], {}), (["/nowhere"], {}), (["/workspace"], {}), ([""], {}), (["\ud800"], {}),
+        (["echo", "x" * (8 << 20)], {}), (["/nowhere"], {}), (["/workspace"], {}), ([""], {}),
+        (["\ud800"], {}),
         (["true"], {"cwd": "/nowhere"}), (["true"], {"cwd": "\0"}), (["true"], {"user": 0}),
         (["true"], {"user": -1}), (["true"], {"env": {"A=B": "c\0"}}), (["true"], {"timeout_s": -1}),
         (["true"], {"output_limit": 1 << 40}), (["true"], {"timeout_s": float("nan")}),

@@ -14,7 +14,7 @@ async def starved(scene: Scene, take: str, use: str, needs_s: float = 1.5) -> No
 
     Args:
         scene: Where it happens.
-        take: Python that takes until refused. It has `libc`, `os`, `socket`, `signal`, and runs in 40 processes.
+        take: Python that takes until refused. It has `libc`, `os`, `socket`, `signal`; 40 processes run it.
         use: Python of the sibling, raising an OSError when it gets nothing.
         needs_s: How long taking takes.
     """
@@ -23,7 +23,8 @@ async def starved(scene: Scene, take: str, use: str, needs_s: float = 1.5) -> No
         "def sure(value):\n    if value < 0: raise OSError(ctypes.get_errno(), 'refused')\n    return value\n"
     )
     body = "".join(f"    {line}\n" for line in take.strip().splitlines())
-    greedy = f"{head}for n in range(40):\n    if os.fork() == 0: break\ntry:\n{body}except OSError: pass\ntime.sleep(20)"
+    greedy = f"{head}for n in range(40):\n    if os.fork() == 0: break\n"
+    greedy += f"try:\n{body}except OSError: pass\ntime.sleep(20)"
     attack = asyncio.create_task(scene.python(greedy, needs_s + 15))
     await asyncio.sleep(needs_s)
     try:
@@ -60,7 +61,8 @@ for root, folders, names in os.walk('/usr'):
     sure(libc.inotify_add_watch(fd, root.encode(), 2))
     for name in names: sure(libc.inotify_add_watch(fd, (root + '/' + name).encode(), 2))
 """
-    use = "fd = sure(libc.inotify_init()); [sure(libc.inotify_add_watch(fd, b'/usr/bin', 1 << n)) for n in range(9)]"
+    use = "fd = sure(libc.inotify_init())\n"
+    use += "for n in range(9): sure(libc.inotify_add_watch(fd, b'/usr/bin', 1 << n))"
     await starved(scene, take, use, 3)
 
 
@@ -205,8 +207,9 @@ libc.syscall(240, b'mine', 0o102, 0o666, 0)
         """
 import ctypes, os
 libc = ctypes.CDLL(None)
-print([path for path in ('/tmp/mine', '/workspace/mine', '/dev/shm/mine', '/tmp/sock') if os.path.exists(path)],
-    max(libc.shmget(4711, 0, 0), libc.msgget(4711, 0), libc.semget(4711, 0, 0), libc.syscall(240, b'mine', 2, 0, 0)))
+paths = ('/tmp/mine', '/workspace/mine', '/dev/shm/mine', '/tmp/sock')
+found = libc.shmget(4711, 0, 0), libc.msgget(4711, 0), libc.semget(4711, 0, 0)
+print([path for path in paths if os.path.exists(path)], max(*found, libc.syscall(240, b'mine', 2, 0, 0)))
 """,
         box=scene.sibling,
     )

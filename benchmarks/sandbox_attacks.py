@@ -1,12 +1,12 @@
-"""Attacks on sandboxes of every isolation tier that this machine has; host and siblings are looked at after each.
+"""Attacks on sandboxes of every isolation tier of this machine; host and siblings are looked at after each.
 
     python -m benchmarks.sandbox_attacks [--tier T] [--only PATTERN] [--off PROTECTION]... [--list]
 
 An attack holds when it does not get what it is after and everything beside it is as before: a sibling answers
-quickly and rightly, the node has not grown, and of the attacked sandbox no process, control group, mount or
-container is left. `-` stands where a tier says, by a capability flag, that it does not claim to hold an attack.
-`--off` switches a protection off in the benchmark's own node, which the attacks must then find. The last line is
-`held H/N`; the exit status is 1 when H is less than N.
+quickly and rightly, the node has not grown, and of the attacked sandbox no process, control group, mount
+or container is left. `-` stands where a tier says, by a capability flag, that it does not claim to hold an
+attack. `--off` switches a protection off in the benchmark's own node, which the attacks must then find. The
+last line is `held H/N`; the exit status is 1 when H is less than N.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from benchmarks.sandbox_attack_kit import SPEC, Attack, NotHeld, Scene, Stage
 from benchmarks.sandbox_attack_protections import PROTECTIONS
 from sandbox.backends.registry import backends
 from sandbox.client import RemoteBox
-from sandbox.errors import LostError, SandboxError
+from sandbox.errors import LostError, PolicyError, SandboxError
 
 ATTACKS: tuple[Attack, ...] = tuple(
     attack
@@ -67,12 +67,16 @@ def lacking(attack: Attack, stage: Stage) -> str:
 
 async def launch(attack: Attack, stage: Stage, box: RemoteBox) -> Outcome:
     """Runs one attack in a fresh sandbox, closes all that it opened, and looks at host and siblings."""
-    scene, start, why = Scene(stage, box), time.monotonic(), ""
+    scene, start, why, state = Scene(stage, box), time.monotonic(), "", HELD
     try:
         async with asyncio.timeout(_ATTACK_S):
             await attack.run(scene)
     except NotHeld as error:
         why = str(error)
+    except PolicyError as error:
+        why = f"it was refused: {error}"
+        if not stage.fleet.capabilities.stateful:  # what needs state is not on offer, nor attacked
+            why, state = "", UNCLAIMED
     except LostError as error:
         if stage.fleet.capabilities.oom_told:  # a tier without it says that it ends as a whole
             why = f"the sandbox ended: {error}"
@@ -81,7 +85,7 @@ async def launch(attack: Attack, stage: Stage, box: RemoteBox) -> Outcome:
     boxes = [box, *scene.opened]
     await asyncio.gather(*(each.close() for each in boxes), return_exceptions=True)
     why = why or await stage.wounds([each.id for each in boxes])
-    return Outcome(FELL if why else HELD, why, time.monotonic() - start)
+    return Outcome(FELL if why else state, why, time.monotonic() - start)
 
 
 async def assault(tier: str, attacks: list[Attack], off: tuple[str, ...]) -> dict[str, Outcome]:

@@ -3,7 +3,7 @@
     python -m benchmarks.sandbox_latency [--rounds 8] [--calls 25] [--backend bubblewrap]
 
 Sandboxes that compute without end are the load: at 50 % one for every two cores, each with a core at most, at
-full load four for each core. Half of them are best-effort sandboxes, half of the ordinary (sensitive) class.
+full load two for each core. Half of them are best-effort sandboxes, half of the ordinary (sensitive) class.
 Those that a phase does not need are paused. The phases take turns, round by round, so that all see the same
 machine: no load, then either load by either class. Inflation is how much longer a command's round trip is at
 the mean than without load. The last line holds the figures; the exit status is 1 unless the class takes at
@@ -27,7 +27,7 @@ MAX_SHARE, SLACK = 0.5, 0.1
 """What may be left of the inflation without the class at full load; by how much it may differ at half."""
 
 CORES = os.cpu_count() or 1
-LOADS = {"50%": max(CORES // 2, 1), "full": 4 * CORES}
+LOADS = {"50%": max(CORES // 2, 1), "full": 2 * CORES}
 CLASSES: tuple[Latency, Latency] = ("sensitive", "best_effort")
 BURN = ["python3", "-c", "while True: pass"]
 SETTLE_S = 0.2

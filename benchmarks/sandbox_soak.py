@@ -5,9 +5,10 @@ between they run commands, write and read files, fork, snapshot, pause, run into
 to SIGKILL, cancel commands, and go away without a word until their lease has ended. Every ten seconds they
 stop between two sandboxes. Then memory, open files, threads and tasks of node and client are read, the disk
 of the state folder, and what deleted sandboxes have left: processes, containers, control groups, mounts,
-sockets. A line through the second half of the readings may rise by no more than its bound: 8 MiB of memory
-for each process, 2 MiB of disk, 2 of anything else. The last line has the growth an hour. The exit status is
-1 when something grows, or when a life of a sandbox went otherwise than it should.
+sockets. A line through the second half of the readings may rise by no more than its bound: for each process
+8 MiB of memory and 4 open files (the node keeps connections to the engine, at times more of them), 2 MiB of
+disk, 2 of anything else. The last line has the growth an hour. The exit status is 1 when something grows, or
+when a life of a sandbox went otherwise than it should.
 """
 
 from __future__ import annotations

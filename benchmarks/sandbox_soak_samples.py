@@ -42,11 +42,8 @@ class Sample:
     disk_mib: float
 
 
-BOUNDS: dict[str, float] = {
-    field.name: {"node_memory_mib": 8.0, "client_memory_mib": 8.0}.get(field.name, 2.0)
-    for field in fields(Sample)
-    if field.name != "at_s"
-}
+_WIDE = {"node_memory_mib": 8.0, "client_memory_mib": 8.0, "node_fds": 4.0, "client_fds": 4.0}
+BOUNDS = {field.name: _WIDE.get(field.name, 2.0) for field in fields(Sample) if field.name != "at_s"}
 """How much the line through the second half of the samples may rise from its one end to the other."""
 
 

@@ -1,7 +1,7 @@
 """A coding environment: the policy writes a function, hidden tests judge it in a sandbox of their own.
 
 The prompt shows two cases; others, and random ones by a checker, are hidden. `temper env check` proves the
-tests with the gold answer, and against garbage.
+tests with the gold answer, garbage and the usual cheats (give `--tasks 2`: each answer runs in a sandbox).
 """
 
 import random

@@ -26,7 +26,7 @@ from envs.killable import VerifierError
 from envs.types import Boundary, Missing, Score, Task, Trajectory
 from sandbox.client import Fleet
 from sandbox.types import Verdict
-from sandbox.verify import Case, FunctionTests, Plan, Report, verify_files
+from sandbox.verify import Case, Exercise, FunctionTests, Plan, Report, gate, verify_files
 
 MODULE = "solution.py"
 _BLOCK = re.compile(r"^```(?:python|py)?[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
@@ -78,6 +78,17 @@ def score(report: Report) -> Score | Missing:
     passed = sum(test.outcome == "pass" for test in report.tests)
     parts = {"passed": passed / max(len(report.tests), 1), "flags": float(len(report.flags))}
     return Score(float(report.verdict is Verdict.PASS), parts)
+
+
+async def failed_tries(fleet: Fleet, task: Task) -> list[str]:
+    """Returns a line for each try of `sandbox.verify.gate` that went wrong on a task.
+
+    Raises:
+        VerifierError: The task does not say how it is tested, or in a wrong way.
+    """
+    gold = {MODULE: code_of(task.gold or "").encode()}
+    report = await gate(fleet, Exercise(plan_of(task), gold))
+    return [f"FAIL {task.id}, {name}: {why}" for name, why in report.wrong.items()]
 
 
 def code_of(answer: str) -> str:

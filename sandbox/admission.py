@@ -20,7 +20,8 @@ _CPU_OVERCOMMIT = 256
 
 
 _LEAST = {
-    "cpus": 0.01, "memory_bytes": 8 << 20, "pids": 4, "tmpfs_bytes": 1 << 12, "tmpfs_inodes": 16, "open_files": 16,
+    "cpus": 0.01, "memory_bytes": 8 << 20, "pids": 4, "tmpfs_bytes": 1 << 12, "tmpfs_inodes": 16,
+    "open_files": 16,
     "disk_bytes": 0,
 }  # fmt: skip
 _MOST = 1 << 62
@@ -95,7 +96,7 @@ def admit(
 
 
 def _check_limits(spec: SandboxSpec) -> None:
-    """A limit of nothing, or less, is none at all to a kernel or an engine, and would lower every sum here."""
+    """A limit of nothing, or less, is none at all to a kernel or an engine, and would lower sums here."""
     limits = {name: getattr(spec.limits, name) for name in _LEAST}
     for name, least in _LEAST.items():
         value = limits[name]

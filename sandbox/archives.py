@@ -101,8 +101,8 @@ def _unxz(file: IO[bytes]) -> Iterator[bytes]:
 
 
 _OPENERS: dict[bytes, Callable[[IO[bytes]], Iterator[bytes]]] = {
-    b"\x1f\x8b": lambda file: _as_it_is(cast("IO[bytes]", gzip.open(file))),
-    b"BZh": lambda file: _as_it_is(cast("IO[bytes]", bz2.open(file))),
+    b"\x1f\x8b": lambda file: _as_it_is(cast("IO[bytes]", gzip.open(file))),  # noqa: SIM115
+    b"BZh": lambda file: _as_it_is(cast("IO[bytes]", bz2.open(file))),  # noqa: SIM115
     b"\xfd7zXZ": _unxz,
 }
 

@@ -6,6 +6,7 @@ Commands and files are not in it, only the digest by which a sandbox's journal k
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
@@ -16,6 +17,7 @@ from sandbox.channel import Header
 from sandbox.errors import RefusedError, SandboxError
 from sandbox.journal import digest
 
+_LOG = logging.getLogger("sandbox.audit")
 _MOST = 1000
 _ASKED = ("box", "boxes", "snapshot", "key", "count", "replay", "ttl_s", "node", "nodes")
 
@@ -27,11 +29,14 @@ class Audit:
         self._path, self._fd, self._inode = path, -1, -1
 
     def write(self, **fields: Any) -> None:
-        """Appends one line, whole, with the time."""
+        """Appends one line, whole, with the time; what cannot be written is told of, and hinders no call."""
         now = time.time()
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1e6):06d}Z"
         line = json.dumps({"time": stamp, **fields}, separators=(",", ":")).encode() + b"\n"
-        os.write(self._file(), line)
+        try:
+            os.write(self._file(), line)
+        except OSError as error:
+            _LOG.error("the audit log %s cannot be written: %s", self._path, error.strerror)
 
     def _file(self) -> int:
         if self._path is None:

@@ -423,6 +423,8 @@ class Births:
             try:
                 async with asyncio.timeout(_START_TIMEOUT_S):
                     await box.ping(_START_TIMEOUT_S)
+                    if started.settle is not None:
+                        await started.settle()
             except BaseException as error:
                 self._node.later(box.close())
                 if isinstance(error, TimeoutError):

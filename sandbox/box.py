@@ -29,11 +29,14 @@ from sandbox.policy import Denial
 from sandbox.recovery import Claim, Recorder, Replay, replay
 from sandbox.resident import STATE, Resident, Sink, check_result
 from sandbox.shapes import check_command
-from sandbox.types import Capabilities, ExecResult, SandboxSpec
+from sandbox.types import Capabilities, ExecResult, Latency, SandboxSpec
 
 _PROCESSES_A_COMMAND = 8
 _MAX_QUEUE, _MAX_PROCESSES = 1024, 32
 _ASK_S = 10.0
+_LATE_S: dict[Latency, float] = {"sensitive": 5.0, "best_effort": 120.0}
+"""Beyond a command's time, after which an agent that says nothing counts as dead: one may wait for a core."""
+
 _NEXT = Claim()
 OPERATIONS = frozenset(
     {"exec", "python", "read", "write", "list", "stat", "pack", "unpack", "remove", "move"}
@@ -87,7 +90,8 @@ class Box:
         # What does not fit beside the commands that run waits here, in order, not as a failed fork.
         at_once = self.spec.limits.pids // _PROCESSES_A_COMMAND if self.capabilities.stateful else 1
         self.places = asyncio.Semaphore(max(at_once, 1))
-        self.resident = Resident(self.started.reader, self.started.writer, self.started.kill, self._explain)
+        started, late_s = self.started, _LATE_S[self.spec.latency]
+        self.resident = Resident(started.reader, started.writer, started.kill, self._explain, late_s)
         self.background = Background(self.resident, min(_MAX_PROCESSES, max(self.spec.limits.pids // 4, 1)))
 
     def _explain(self, fault: SandboxError) -> SandboxError:

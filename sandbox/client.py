@@ -26,6 +26,7 @@ from sandbox.calls import Call, Calls
 from sandbox.channel import Header
 from sandbox.connection import Connection, Link, reach
 from sandbox.errors import LostError, PolicyError, RefusedError, SandboxError
+from sandbox.making import make
 from sandbox.node import SOCKET
 from sandbox.past import Ask, Past, Unknown
 from sandbox.pool import Pool
@@ -205,7 +206,7 @@ class Fleet:
         deadline = time.monotonic() + wait_s
         while True:
             try:
-                return (await self._connection.request(request))[0]
+                return await make(self._connection, request)
             except RefusedError as error:
                 if error.reason != "start_rate" or time.monotonic() > deadline:
                     raise

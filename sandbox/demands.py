@@ -1,4 +1,4 @@
-"""The calls that a front takes and passes on: for whom they are, and what they ask of a node."""
+"""What the calls that a front passes on ask of a node, and for whom they are."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def printable(text: str, most: int = _MAX_TEXT) -> str:
 
 
 class SandboxError(RuntimeError):
-    """The sandbox or the fleet is at fault, never the policy. Its text is printable, whoever wrote a part of it."""
+    """The sandbox or the fleet is at fault, never the policy. Its text can be shown, whoever wrote it."""
 
     def __init__(self, message: str = ""):
         super().__init__(printable(message))
@@ -163,9 +163,8 @@ class CommandError(RuntimeError):
     def __init__(self, result: ExecResult):
         what = "unknown" if result.exit_code is None else result.exit_code
         last = result.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        super().__init__(
-            f"{str(type(self).__doc__).rstrip('.')} (exit code {what}){': ' + printable(last[0]) if last else ''}"
-        )
+        said = ": " + printable(last[0]) if last else ""
+        super().__init__(f"{str(type(self).__doc__).rstrip('.')} (exit code {what}){said}")
         self.result = result
 
 

@@ -49,13 +49,16 @@ def run_front(parsed: argparse.Namespace) -> int:
     if parsed.e2b_templates and not parsed.e2b:
         raise PolicyError("--e2b-templates is for --e2b HOST:PORT")
     bind = Bind(parsed.host, parsed.port, parsed.public, parsed.tls_cert, parsed.tls_key)
-    bind.check()
+    e2b = replace(bind, **_address(parsed.e2b)) if parsed.e2b else None
+    for address in (bind, e2b):
+        if address is not None:
+            address.check()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
-    asyncio.run(_serve(parsed, bind))
+    asyncio.run(_serve(parsed, bind, e2b))
     return 0
 
 
-async def _serve(parsed: argparse.Namespace, bind: Bind) -> None:
+async def _serve(parsed: argparse.Namespace, bind: Bind, e2b_bind: Bind | None) -> None:
     templates = read_templates(parsed.e2b_templates)
     audit, state = Audit(parsed.audit), parsed.state.expanduser().absolute()
     async with contextlib.AsyncExitStack() as stack:
@@ -66,10 +69,9 @@ async def _serve(parsed: argparse.Namespace, bind: Bind) -> None:
         stack.push_async_callback(front.close)
         await front.start()
         listeners, tasks = [Listener("front", shell.application(), bind)], [front.tend()]
-        if parsed.e2b:
+        if e2b_bind is not None:
             e2b = E2BFront(front, Keys(access, secret), shell.watched, templates, audit)
-            there = replace(bind, **_address(parsed.e2b))
-            listeners.append(Listener("e2b", e2b.application(), there))
+            listeners.append(Listener("e2b", e2b.application(), e2b_bind))
             tasks.append(e2b.tend())
         await serve(listeners, *tasks, ready=_say)
 

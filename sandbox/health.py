@@ -1,4 +1,4 @@
-"""Signs of life: a sandbox whose agent has been stopped, or lost, is ended also when nobody asks anything of it."""
+"""Signs of life: a sandbox whose agent was stopped or lost is ended also when nobody asks anything of it."""
 
 from __future__ import annotations
 

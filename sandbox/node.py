@@ -119,8 +119,10 @@ class Node:
         if ready is not None:
             os.write(ready, READY.encode())
             os.close(ready)
-        work = [self._reap(), self.journals.tend(), health.tend(self.living)]
-        work += [self.warm.tend(), self._reaper.tend()]
+        work = (
+            self._reap(), self.journals.tend(), self.warm.tend(), self._reaper.tend(),
+            health.tend(self.living),
+        )  # fmt: skip
         tasks = [asyncio.create_task(one) for one in work]
         try:
             await self.stop.wait()

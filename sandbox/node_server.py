@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sandbox.about import rename
+from sandbox.backends.base import AUTO
 from sandbox.backends.registry import backends
 from sandbox.channel import Header
 from sandbox.connection import Connection, reach
@@ -222,6 +223,10 @@ class NodeServer:
         room = Room().plus(room_of(spec_from(header["spec"])), int(header.get("count", 1)))
         return _Flight(mark["front"], mark["number"], header["client"]["owner"], room)
 
+    def _usual(self) -> str:
+        """Returns the backend to greet the node with; where `auto` stands for nothing, one that it has."""
+        return "auto" if not self._offers or {*AUTO} & self._offers.keys() else next(iter(self._offers))
+
     async def _owner(self, header: Header) -> _Owner:
         name, lease_s = (
             str(header["client"]["owner"]),
@@ -235,7 +240,7 @@ class NodeServer:
                 connection = await reach(self._state_dir)
                 try:
                     await connection.request(
-                        {"op": "hello", "owner": name, "backend": "auto", "lease_s": lease_s}
+                        {"op": "hello", "owner": name, "backend": self._usual(), "lease_s": lease_s}
                     )
                 except BaseException:
                     await connection.close()

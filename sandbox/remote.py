@@ -16,6 +16,7 @@ from sandbox.calls import run as run_call
 from sandbox.channel import MAX_BODY, Header
 from sandbox.connection import Link
 from sandbox.errors import DiskFullError, FileError, LostError, PolicyError, UnknownOutcomeError
+from sandbox.making import make
 from sandbox.outcome import Outcome
 from sandbox.past import Past
 from sandbox.policy import Denial
@@ -277,7 +278,7 @@ class RemoteBox:
             FileError: There are files that cannot be read.
         """
         _check("count", count, 256)
-        reply, _ = await self._connection.request({"op": "fork", "box": self.id, "count": count})
+        reply = await make(self._connection, {"op": "fork", "box": self.id, "count": count})
         about = reply.get("about") or [{"box": name} for name in reply["boxes"]]
         return [RemoteBox(self._connection, one["box"], Past.known(one)) for one in about]
 

@@ -62,8 +62,10 @@ class Resident:
         writer: ByteWriter,
         kill: Callable[[], Awaitable[None]],
         explain: Callable[[SandboxError], SandboxError] = lambda fault: fault,
+        late_s: float = _LATE_S,
     ):
         self._reader, self._writer, self._kill, self._explain = reader, writer, kill, explain
+        self._late_s = late_s
         self._ids, self._sequence = itertools.count(1), itertools.count(1)
         self._waiting: dict[int, asyncio.Future[tuple[Header, bytes]]] = {}
         self._room: dict[int, int] = {}
@@ -99,12 +101,12 @@ class Resident:
         if sink is not None:
             self._sinks[number] = (sink, [limit, limit])
         try:
-            async with self.clocks.within(timeout_s + _LATE_S):
+            async with self.clocks.within(timeout_s + self._late_s):
                 await self._send({**header, "id": number}, body)
                 return await asyncio.shield(reply)
         except TimeoutError:
             del self._waiting[number]
-            await self._end(LostError(f"the sandbox did not answer within {timeout_s + _LATE_S:.0f} s"))
+            await self._end(LostError(f"the sandbox did not answer within {timeout_s + self._late_s:.0f} s"))
             assert self.fault is not None
             raise self.fault from None
         except asyncio.CancelledError:
@@ -121,7 +123,7 @@ class Resident:
 
     async def settled(self) -> None:
         """Returns when the commands of cancelled callers have ended; a sandbox that keeps one is ended."""
-        if self._cancelled and (await asyncio.wait(self._cancelled, timeout=_LATE_S))[1]:
+        if self._cancelled and (await asyncio.wait(self._cancelled, timeout=self._late_s))[1]:
             await self._end(LostError("a cancelled command did not end"))
         if self.fault is not None:
             raise self.fault

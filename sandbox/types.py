@@ -43,12 +43,12 @@ class Limits:
 class Capabilities:
     """What a backend holds on this machine. Asking for what it lacks is an error, never a downgrade.
 
-    `terminal_signals`: keys such as Ctrl-C signal the processes of a terminal. `oom_told`: a process beyond the
-    memory limit is ended alone, and the result of its command says so; without it an allocation fails or the
-    whole sandbox ends. `stateful`: what a command leaves is there for the next; without it each command starts
-    in an empty place of its own, and only commands are on offer. `terminal_limit`: the terminals that it opens
-    are not taken from the number that the machine has for all. `own_kernel`: its system calls end in a kernel
-    of its own, whose devices, mounts and priorities are none of the machine's.
+    `terminal_signals`: keys such as Ctrl-C signal the processes of a terminal. `oom_told`: a process beyond
+    the memory limit is ended alone, and its command's result says so; without it an allocation fails or the
+    whole sandbox ends. `stateful`: what a command leaves is there for the next; without it each command
+    starts in an empty place of its own, and only commands are on offer. `terminal_limit`: the terminals that
+    it opens are not taken from those that the machine has for all. `own_kernel`: its system calls end in a
+    kernel of its own, whose devices, mounts and priorities are none of the machine's.
     """
 
     images: bool

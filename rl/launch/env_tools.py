@@ -17,8 +17,12 @@ from envs.check import check_environment
 from envs.play import Speaker, play, say, script
 from envs.template import init_template
 from envs.types import FinishReason, Message, Missing, Role, Task, ToolCall, Trajectory
+from rewards import unit_tests
 from sandbox.base import Sandbox
 from sandbox.client import Fleet
+
+GATED = 2
+"""Of each split: a task with hidden tests is tried in nine ways."""
 
 
 def list_lines() -> list[str]:
@@ -32,7 +36,19 @@ def check(name: str, count: int) -> int:
     judge = rewards.load(env.reward_name) if env.reward_name else None
     report = asyncio.run(check_environment(env, count, judge=judge))
     print(report)
-    return 0 if report.passed else 1
+    wrong = asyncio.run(_gate(env, min(count, GATED))) if env.reward_name == "unit_tests" else []
+    print(*wrong, sep="\n", end="\n" * bool(wrong))
+    return 0 if report.passed and not wrong else 1
+
+
+async def _gate(env: Environment, count: int) -> list[str]:
+    """Tries the hidden tests of the first tasks of each split with no work and with the canned cheats."""
+    from rl.driver import fleet_state
+
+    tasks = [task for split in env.splits for task in itertools.islice(env.tasks(split, 0), count)]
+    owner = f"check-{os.getpid()}"
+    async with await Fleet.connect("local", state_dir=fleet_state(), owner=owner) as fleet:
+        return [line for task in tasks for line in await unit_tests.failed_tries(fleet, task)]
 
 
 def init(name: str, folder: Path) -> Path:

@@ -209,7 +209,7 @@ def unlinked(name: str, folder: int) -> bool:
 
 
 def empty(name: str, top: int, moved: int) -> int:
-    """Removes the files of a folder in `top`, moves its folders there, and returns how many were moved so far."""
+    """Removes the files of a folder in `top`, moves its folders there; returns how many were moved so far."""
     os.chmod(name, 0o700, dir_fd=top)
     fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
     try:

@@ -35,7 +35,7 @@ class Started:
     `pause` stops (True) all its processes or lets them go on; None where the backend cannot. `groups` gives
     the folders of its control groups by controller, as far as there are any. `gate` is its network, if it has
     one; no backend makes that. `writable` is the upper folder of a root of layers. `spec` is what was
-    started: names of layers have become digests.
+    started: names of layers have become digests. `settle` puts it into its latency class, once it is up.
     """
 
     reader: ByteReader
@@ -45,6 +45,7 @@ class Started:
     pause: Callable[[bool], Awaitable[None]] | None = None
     groups: Callable[[], Mapping[str, Path]] = dict[str, Path]
     gate: Gate | None = None
+    settle: Callable[[], Awaitable[None]] | None = None
     writable: Writable | None = None
     spec: SandboxSpec | None = None
 

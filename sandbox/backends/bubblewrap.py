@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import shutil
 import subprocess
@@ -95,7 +96,7 @@ class Bubblewrap:
             toolkit, program = self._state_dir / "toolkit", bwrap.interpreter()[0]
             self._agent = await asyncio.to_thread(build, toolkit, program)
         composed = await asyncio.to_thread(composer.acquire, spec) if composer and layered else None
-        cgroup = Cgroup.create(box_id, spec.limits, latency=spec.latency)
+        cgroup = Cgroup.create(box_id, spec.limits)
         uid = USERS.take() if os.geteuid() == 0 and not composed else None
 
         async def release() -> None:
@@ -136,8 +137,9 @@ class Bubblewrap:
             spec = composer.pinned(spec)
         pausing = pause if cgroup.freezes else None
         return Started(
-            stdout, stdin, kill, oom_kills, pausing, lambda: cgroup.folders, writable=writable, spec=spec
-        )
+            stdout, stdin, kill, oom_kills, pausing, lambda: cgroup.folders,
+            writable=writable, spec=spec, settle=functools.partial(cgroup.settle, spec.latency),
+        )  # fmt: skip
 
     def _door(self, box_id: str, spec: SandboxSpec) -> Path | None:
         return door_of(self._state_dir, box_id) if spec.network and self._state_dir else None
@@ -155,12 +157,12 @@ class Bubblewrap:
             command = bwrap.composed(spec.limits, await self._controlled(), places, composed.env, door)
         trees = composed.trees if composed else ()
         with contextlib.ExitStack() as stack:
-            entering = private(self._composer.mounts, spec.limits, trees)
+            entering = private(self._composer.mounts, spec.limits, trees, set(cgroup.folders.values()))
             if spec.limits.disk_bytes:
                 place = await asyncio.to_thread(stack.enter_context, entering)
             else:
                 place = stack.enter_context(entering)
-            return await _execute(cgroup.wrap(command), place)
+            return await _execute([*command], place)
 
     async def _controlled(self) -> Control:
         if self._control is None:

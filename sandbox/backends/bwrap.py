@@ -21,8 +21,8 @@ _ETC = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 _MASKED = (
     "/proc/kcore", "/proc/kmsg", "/proc/keys", "/proc/timer_list", "/proc/sched_debug", "/proc/latency_stats",
     "/proc/kpagecgroup", "/proc/kpagecount", "/proc/kpageflags", "/proc/slabinfo", "/proc/vmallocinfo",
-    "/proc/pagetypeinfo", "/proc/allocinfo", "/proc/acpi", "/proc/scsi", "/proc/sysrq-trigger", "/proc/dynamic_debug",
-    "/proc/mtrr", "/proc/vmcore", "/proc/asound",
+    "/proc/pagetypeinfo", "/proc/allocinfo", "/proc/acpi", "/proc/scsi", "/proc/sysrq-trigger",
+    "/proc/dynamic_debug",     "/proc/mtrr", "/proc/vmcore", "/proc/asound",
 )  # fmt: skip
 _CAPABILITIES = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL")
 
@@ -114,8 +114,8 @@ def composed(
     """Yields the command of a sandbox with a root of layers, which is mounted already.
 
     The agent lies in a mount of its own with its interpreter. An empty list of libraries to load first is
-    mounted over the root's, which could have the agent's own loader take something in. Commands run as the user
-    to whom the files of layers belong, which is the same in all sandboxes.
+    mounted over the root's, which could have the agent's own loader take something in. Commands run as the
+    user to whom the files of layers belong, which is the same in all sandboxes.
     """
     uid = COMMAND_UID if os.geteuid() == 0 else None
     yield from namespaces()

@@ -2,8 +2,9 @@
 
 Groups are named `tempering/<node>/<sandbox>`, the node by its process id and start time, so that what a
 killed node left can be told from what a living one holds. Versions 1 (a tree a controller) and 2 (one tree)
-both work. Best-effort sandboxes have `tempering-idle` in place of `tempering`: the kernel runs it only while
-nothing else of the machine wants the core (or, before version 5.15 of the kernel, with the smallest weight).
+both work. A best-effort sandbox runs only while nothing else wants the core (or, before version 5.15 of the
+kernel, with the smallest weight): with version 1 below a group `tempering-idle` that yields to the whole
+machine, with version 2 in a group of its own that yields to other sandboxes.
 """
 
 from __future__ import annotations
@@ -42,16 +43,13 @@ class Cgroup:
     folders: dict[str, Path]
 
     @classmethod
-    def create(
-        cls, name: str, limits: Limits, root: Path = _ROOT, *, latency: Latency = "sensitive"
-    ) -> Cgroup:
+    def create(cls, name: str, limits: Limits, root: Path = _ROOT) -> Cgroup:
         """Makes groups with the limits of `limits`; a controller that is not writable is left out."""
         folders: dict[str, Path] = {}
-        parent = _IDLE_PARENT if latency == "best_effort" else _PARENT
         for controller, values in _settings(limits, unified(root)).items():
             base = root if unified(root) else root / controller
             with contextlib.suppress(OSError):
-                folder = _make(base, parent, name, unified(root))
+                folder = _make(base, _PARENT, name, unified(root))
                 for file, value in values.items():
                     if (folder / file).exists():
                         (folder / file).write_text(str(value))
@@ -67,6 +65,28 @@ class Cgroup:
     def oom_counter(self) -> OomCounter:
         """Returns what counts the processes that the kernel killed for memory."""
         return OomCounter(self.folders.get("memory"))
+
+    async def settle(self, latency: Latency) -> None:
+        """Puts a sandbox that is up into its class: one of best effort may not come up on a busy machine."""
+        if latency == "best_effort" and "cpu" in self.folders:
+            await asyncio.to_thread(self._be_idle)
+
+    def _be_idle(self) -> None:
+        folder = self.folders["cpu"]
+        if folder == self.folders.get("memory"):  # version 2, where a group has all controllers
+            _be_idle(folder)
+            return
+        idle = _make(folder.parents[2], _IDLE_PARENT, folder.name, False)
+        for file in ("cpu.cfs_period_us", "cpu.cfs_quota_us"):
+            if (folder / file).exists():
+                (idle / file).write_text((folder / file).read_text())
+        deadline = time.monotonic() + _FREEZE_S
+        while (pids := [*_processes(folder)]) and time.monotonic() < deadline:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    (idle / "cgroup.procs").write_text(str(pid))
+        self.folders["cpu"] = idle
+        folder.rmdir()
 
     @property
     def freezes(self) -> bool:
@@ -262,6 +282,9 @@ def remove_groups(folders: Iterable[Path]) -> None:
     for folder in folders:
         with contextlib.suppress(OSError):  # what is frozen cannot die
             _set_frozen(folder, False)
+        with contextlib.suppress(OSError):  # what has no core cannot either
+            if (folder / "cpu.idle").exists():
+                (folder / "cpu.idle").write_text("0")
     for folder in folders:
         while not _remove(folder) and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -284,6 +307,9 @@ def _remove(folder: Path) -> bool:
     for pid in _processes(folder):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+        if _IDLE_PARENT in folder.parts:
+            with contextlib.suppress(OSError):
+                (folder.parents[2] / "cgroup.procs").write_text(str(pid))
     with contextlib.suppress(OSError):
         folder.rmdir()
     return not folder.exists()

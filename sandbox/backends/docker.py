@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import socket
 import struct
 import time
@@ -135,10 +134,17 @@ class Docker:
                 what = f"Docker did not {'pause' if stop else 'resume'}: {_first_line(error)}"
                 raise InfrastructureError(what) from error
 
+        async def settle() -> None:
+            if spec.latency == "best_effort":
+                try:
+                    await asyncio.to_thread(container.update, cpu_shares=_LEAST_SHARES)
+                except _UNREACHABLE as error:
+                    raise InfrastructureError(f"Docker gave no weight: {_first_line(error)}") from error
+
         writable, started = (layered.writable, layered.spec) if layered else (None, None)
         return Started(
             Demultiplexed(reader), writer, kill, oom_kills, pause, lambda: groups,
-            writable=writable, spec=started,
+            writable=writable, spec=started, settle=settle,
         )  # fmt: skip
 
     async def reclaim(self, state_dir: Path) -> list[str]:
@@ -189,7 +195,9 @@ class Docker:
     async def _container(
         self, box_id: str, owner: str, spec: SandboxSpec, layered: Layered | None, uid: int
     ) -> Any:
-        create = functools.partial(asyncio.to_thread, self._create, box_id, owner, spec, uid)
+        async def create(image: str, layered: Layered | None) -> Any:
+            return await asyncio.to_thread(self._create, box_id, owner, spec, uid, image, layered)
+
         if layered is not None:
             return await create(layered.image, layered)
         try:
@@ -234,7 +242,6 @@ class Docker:
             mounts=[self._door(box_id)] if network else [],
             name=f"tempering-{box_id}",
             labels={**spec.labels, STATE_DIR: str(self._state_dir), OWNER: owner, BOX: box_id},
-            cpu_shares=_LEAST_SHARES if spec.latency == "best_effort" else 1024,
             **settings,
         )
 

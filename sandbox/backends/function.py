@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import shutil
 import subprocess
@@ -18,8 +19,9 @@ from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 
 from sandbox.backends import userns
-from sandbox.backends.base import COMMAND_UID, Started, agent_command, refuse_layers
+from sandbox.backends.base import Started, agent_command, refuse_layers
 from sandbox.backends.cgroups import Cgroup, controllers, leave, sweep
+from sandbox.backends.users import USERS
 from sandbox.errors import InfrastructureError
 from sandbox.toolkit import build
 from sandbox.types import Capabilities, Limits, SandboxSpec
@@ -29,12 +31,14 @@ _SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin")
 _ETC = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 _AGENT_AT = "/run/tempering"
 _CAPABILITIES = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL", "CAP_SYS_ADMIN")
-_FIRST_USER, _USERS = 1 << 30, 1 << 16
+_COMMAND_UID, _USERS = 128, 1 << 9
+"""The user of commands in the namespace of a worker, and how many it has: as many as `USERS` gives."""
+
 _MISSING = {
     "bwrap": "bubblewrap is not installed (as root: apt-get install bubblewrap)",
     _PYTHON: f"there is no {_PYTHON} (as root: apt-get install python3)",
 }
-_PROBE_S = 20.0
+_PROBE_S, _PROBED = 20.0, 1 << 30
 
 
 class Function:
@@ -56,7 +60,10 @@ class Function:
         return ""
 
     def capabilities(self) -> Capabilities:
-        """Returns what holds here: of calls much, of sandboxes nothing, as there is none between calls."""
+        """Returns what holds here: of calls much, of what stays between calls nothing.
+
+        Every call has a user of its own, but none that could be named (`separate_users`).
+        """
         held = controllers()
         return Capabilities(
             images=False,
@@ -64,7 +71,7 @@ class Function:
             process_limit="pids" in held,
             cpu_limit="cpu" in held,
             inode_limit=True,
-            separate_users=True,
+            separate_users=False,
             disk_snapshot=False,
             terminal=False,
             terminal_signals=False,
@@ -82,10 +89,10 @@ class Function:
         if self._agent is None:
             assert self._state_dir is not None, "a backend without a state folder only looks around"
             self._agent = await asyncio.to_thread(build, self._state_dir / "toolkit", _PYTHON)
-        cgroup = Cgroup.create(box_id, spec.limits, latency=spec.latency)
+        cgroup, first = Cgroup.create(box_id, spec.limits), USERS.take()
         try:
             process = await asyncio.create_subprocess_exec(
-                *cgroup.wrap(_worker(spec.limits, self._agent)),
+                *cgroup.wrap(_worker(spec.limits, self._agent, first)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,
@@ -94,6 +101,7 @@ class Function:
             )
         except OSError as error:
             await cgroup.remove()
+            USERS.give_back(first)
             raise InfrastructureError(f"a worker could not be started: {error}") from error
         stdin, stdout = process.stdin, process.stdout
         assert stdin is not None and stdout is not None
@@ -107,8 +115,10 @@ class Function:
             stdin.close()
             await cgroup.remove()
             await process.wait()
+            USERS.give_back(first)
 
-        return Started(stdout, stdin, kill, oom_kills, groups=lambda: cgroup.folders)
+        settle = functools.partial(cgroup.settle, spec.latency)
+        return Started(stdout, stdin, kill, oom_kills, groups=lambda: cgroup.folders, settle=settle)
 
     async def reap(self, held: Callable[[], Set[str]]) -> list[str]:
         """Workers are what runs in their control groups, of which the node's reaper takes care."""
@@ -133,7 +143,7 @@ def _problem() -> str:
     trial = ("unshare", "--mount", "--pid", "--ipc", "--fork", "--mount-proc", "/bin/true")
     try:
         done = subprocess.run(
-            [*_namespaces(Path("/usr")), *trial], capture_output=True, timeout=_PROBE_S, check=False
+            [*_namespaces(Path("/usr"), _PROBED), *trial], capture_output=True, timeout=_PROBE_S, check=False
         )
     except subprocess.TimeoutExpired:
         return "the kernel made no namespaces in time"
@@ -143,9 +153,9 @@ def _problem() -> str:
     return f"namespaces cannot be made below those of a user here ({last[:200]})"
 
 
-def _namespaces(shown: Path) -> Iterator[str]:
+def _namespaces(shown: Path, first: int) -> Iterator[str]:
     """Yields a command up to the program that it is to become, in all namespaces, on a read-only system."""
-    yield from (_PYTHON, "-I", "-S", userns.__file__, str(_FIRST_USER), str(_USERS), str(shown))
+    yield from (_PYTHON, "-I", "-S", userns.__file__, str(first), str(_USERS), str(shown))
     yield from ("bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts")
     yield from ("--unshare-cgroup-try", "--die-with-parent", "--new-session", "--clearenv")
     yield from ("--hostname", "sandbox", "--cap-drop", "ALL")
@@ -162,8 +172,8 @@ def _namespaces(shown: Path) -> Iterator[str]:
     yield from ("--proc", "/proc", "--dev", "/dev", "--dir", "/tmp", "--dir", "/workspace")
 
 
-def _worker(limits: Limits, agent: Path) -> Iterator[str]:
-    yield from _namespaces(agent)
+def _worker(limits: Limits, agent: Path, first: int) -> Iterator[str]:
+    yield from _namespaces(agent, first)
     yield from ("--ro-bind", userns.SHOWN, f"{_AGENT_AT}/agent", "--remount-ro", "/", "--", _PYTHON)
     alone = not {"memory", "pids"} <= controllers()
-    yield from agent_command(_AGENT_AT, limits, uid=COMMAND_UID, alone=alone, fresh=True)
+    yield from agent_command(_AGENT_AT, limits, uid=_COMMAND_UID, alone=alone, fresh=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -24,7 +25,7 @@ from sandbox.backends.base import COMMAND_UID, Started, agent_command, refuse_la
 from sandbox.backends.cgroups import Cgroup, controllers, leave, sweep
 from sandbox.errors import InfrastructureError
 from sandbox.toolkit import build
-from sandbox.types import Capabilities, Limits, SandboxSpec
+from sandbox.types import Capabilities, Latency, Limits, SandboxSpec
 
 INSTALL = "as root: apt-get install runsc, or https://gvisor.dev/docs/user_guide/install"
 _SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin")
@@ -118,7 +119,7 @@ class Gvisor:
         bundle = await asyncio.to_thread(
             _make_bundle, self._folder, box_id, [_PYTHON, *agent], self._mounts(limits)
         )
-        cgroup = Cgroup.create(box_id, _with_own(limits), latency=spec.latency)
+        cgroup = Cgroup.create(box_id, _with_own(limits))
         try:
             process = await asyncio.create_subprocess_exec(
                 *cgroup.wrap(bundle.runsc("run", f"--bundle={bundle.folder}", bundle.name)),
@@ -131,7 +132,7 @@ class Gvisor:
         except OSError as error:
             await cgroup.remove()
             raise InfrastructureError(f"runsc could not be started: {error}") from error
-        return _started(process, cgroup, bundle)
+        return _started(process, cgroup, bundle, spec.latency)
 
     async def reclaim(self, state_dir: Path) -> list[str]:
         """Ends what is left of an earlier node's sandboxes, by control group, and removes their records."""
@@ -221,7 +222,9 @@ def _make_bundle(base: Path, name: str, argv: list[str], mounts: list[dict[str, 
     return _Bundle(f"tempering-{name}", folder, base / "states")
 
 
-def _started(process: asyncio.subprocess.Process, cgroup: Cgroup, bundle: _Bundle) -> Started:
+def _started(
+    process: asyncio.subprocess.Process, cgroup: Cgroup, bundle: _Bundle, latency: Latency
+) -> Started:
     stdin, stdout = process.stdin, process.stdout
     assert stdin is not None and stdout is not None
     oom_kills = cgroup.oom_counter()
@@ -238,7 +241,8 @@ def _started(process: asyncio.subprocess.Process, cgroup: Cgroup, bundle: _Bundl
     async def pause(stop: bool) -> None:
         await cgroup.freeze(stop)
 
-    return Started(stdout, stdin, kill, oom_kills, pause if cgroup.freezes else None, lambda: cgroup.folders)
+    settle, pausing = functools.partial(cgroup.settle, latency), pause if cgroup.freezes else None
+    return Started(stdout, stdin, kill, oom_kills, pausing, lambda: cgroup.folders, settle=settle)
 
 
 async def _delete(bundle: _Bundle) -> None:

@@ -1,8 +1,8 @@
 """The system calls that no command of a sandbox may make, as a classic BPF program.
 
-It denies what opens the kernel's rarely used doors (namespaces, mounts, keys, BPF, io_uring, tracing, sockets of
-rare families) and allows the rest: a second wall behind namespaces and dropped capabilities, alike in every
-backend. The agent installs it on itself before it serves, so that it holds for everything that follows.
+It denies what opens the kernel's rarely used doors (namespaces, mounts, keys, BPF, io_uring, tracing, sockets
+of rare families) and allows the rest: a second wall behind namespaces and dropped capabilities, alike in
+every backend. The agent installs it on itself before it serves, so that it holds for everything that follows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CLONE, _CLONE3 = (56, 220), 435
 _SOCKET, _SOCKETPAIR, _IOCTL = (41, 198), (53, 199), (16, 29)
 _SETRLIMIT, _PRLIMIT = (160, 164), (302, 261)
 _FAMILIES, _NETLINK, _ROUTE = (1, 2, 10), 16, 0
-"""Unix and the two of the internet; of netlink, routes. A vsock would reach what runs beneath this machine."""
+"""Unix and the two of the internet; of netlink, routes. A vsock would reach what is beneath this machine."""
 
 _FORGED_INPUT = (0x5412, 0x541C)
 """TIOCSTI and TIOCLINUX: they type into a terminal."""

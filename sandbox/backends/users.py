@@ -1,8 +1,8 @@
 """Numbers for the users of commands: each sandbox has its own.
 
 The kernel counts some things by user alone, beyond any namespace and control group: watches of files, pending
-signals, bytes of message queues, pages of pipes, descriptors in flight, locked memory. With one user for all, a
-sandbox that takes all of one of them would leave its siblings nothing.
+signals, bytes of message queues, pages of pipes, descriptors in flight, locked memory. With one user for all,
+a sandbox that takes all of one of them would leave its siblings nothing.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from sandbox.errors import LayerError, SandboxError
 from sandbox.layers import steps
-from sandbox.layers.built_in import ensure_control
+from sandbox.layers.built_in import NAME, ensure_base, ensure_control
 from sandbox.layers.context import LIMITS, Context
 from sandbox.layers.docker_image import export_image
 from sandbox.layers.dockerfile import Step, pairs_of, parse, words_of
@@ -186,6 +186,8 @@ class _Building:
             raise step.error("stages (AS) are not supported: FROM scratch, a base layer or a local image")
         if words[0] == "scratch":
             return None
+        if words[0] == NAME:
+            return ensure_base(self.store)
         if (layer := self.store.find(words[0], Kind.BASE)) is not None:
             return layer
         with self.store.draft() as scratch:

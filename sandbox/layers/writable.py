@@ -11,7 +11,7 @@ import contextlib
 import os
 import secrets
 import subprocess
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +53,7 @@ class Private:
     device: str
     pipe: tuple[int, int]
     others: tuple[Path, ...]
+    groups: tuple[Path, ...]
 
     def why(self) -> str:
         """Returns what went wrong in the child."""
@@ -61,12 +62,14 @@ class Private:
         return "the child ended before it said why"
 
     def enter(self) -> None:
-        """Makes the mounts; what goes wrong ends the child, and `why` says it.
+        """Enters the control groups and makes the mounts; what goes wrong ends the child, and `why` says it.
 
         Raises:
             OSError: The kernel did not.
         """
         try:
+            for group in self.groups:  # before anything runs, so that nothing runs outside them
+                _enter_group(group)
             own_namespace()
             for other in self.others:  # what the node has mounted for others would live as long as this one
                 with contextlib.suppress(OSError):
@@ -98,6 +101,17 @@ class Private:
             overlay(self.trees, self.mounts / BOX)
 
 
+def _enter_group(group: Path) -> None:
+    fd = os.open(group / "cgroup.procs", os.O_WRONLY)
+    try:
+        os.write(fd, b"0")
+    except OSError:  # a node with real-time priority may not enter groups of cores
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            raise
+    finally:
+        os.close(fd)
+
+
 def overlay(trees: tuple[Path, ...], at: Path) -> None:
     """Mounts trees, the uppermost first, with `at`/upper over them at `at`/root.
 
@@ -121,13 +135,16 @@ def tmpfs(limits: Limits, mode: int) -> bytes:
 
 
 @contextlib.contextmanager
-def private(mounts: Path, limits: Limits, trees: tuple[Path, ...]) -> Generator[Private]:
+def private(
+    mounts: Path, limits: Limits, trees: tuple[Path, ...], groups: Collection[Path]
+) -> Generator[Private]:
     """Gives what a child does before it becomes the sandbox; blocks when a file is to be made on disk.
 
     Args:
         mounts: The node's folder of mounts.
         limits: Of the sandbox.
         trees: Of the layers of its root, the uppermost first; none if it has the machine's own.
+        groups: The control groups that it is in.
 
     Raises:
         RefusedError: The disk has no room for it.
@@ -141,7 +158,7 @@ def private(mounts: Path, limits: Limits, trees: tuple[Path, ...]) -> Generator[
         os.set_blocking(pipe[0], False)
         device = stack.enter_context(disk(mounts, limits)) if limits.disk_bytes else ""
         others = tuple(path for path in mounts.iterdir() if path not in trees and path.name != BOX)
-        yield Private(mounts, limits, trees, device, pipe, others)
+        yield Private(mounts, limits, trees, device, pipe, others, tuple(groups))
 
 
 @contextlib.contextmanager

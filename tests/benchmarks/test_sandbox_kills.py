@@ -34,7 +34,7 @@ def test_a_hundred_runs_have_every_victim_at_every_place() -> None:
     runs = plan(100, docker=True)
     light = {(run.victim, run.place) for run in runs if run.backend == "bubblewrap"}
     assert light == {(victim, place) for victim in VICTIMS for place in PLACES if fits(place, victim)}
-    assert len(runs) == 100 and sum(run.backend == "docker" for run in runs) == 24
+    assert len(runs) == 100 and sum(run.backend == "docker" for run in runs) == 23
     assert min(sum(run.victim == victim for run in runs) for victim in VICTIMS) >= 12
     assert {run.place for run in plan(len(PLACES), docker=False)} == {*PLACES}
     assert all(len({place for place in PLACES if fits(place, victim)}) >= 12 for victim in VICTIMS)

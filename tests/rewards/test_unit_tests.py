@@ -14,7 +14,7 @@ from envs.check import answered as answered_by
 from envs.check import check_environment
 from envs.killable import VerifierError
 from envs.types import Boundary, Missing, Score, Task
-from rewards.unit_tests import code_of, judge_in, plan_of, score
+from rewards.unit_tests import code_of, failed_tries, judge_in, plan_of, score
 from sandbox.client import Fleet
 from sandbox.node import SOCKET
 from sandbox.types import Verdict
@@ -99,6 +99,18 @@ async def test_a_fleet_can_be_given_and_its_lack_is_no_zero(home, monkeypatch):
         assert (await judge(TASK, answered_by(TASK, TASK.gold))).value == 1.0
     verdict = await judge(TASK, answered_by(TASK, TASK.gold))
     assert isinstance(verdict, Missing)
+
+
+@pytest.mark.slow
+async def test_a_task_that_can_be_passed_without_work_is_named(home):
+    async with await Fleet.connect(
+        state_dir=Path(home) / "node", owner="gate", backend="bubblewrap"
+    ) as fleet:
+        assert await failed_tries(fleet, TASK) == []
+        nothing = {"cases": [{"id": "none", "function": "add", "args": [1, 2], "expected": None}]}
+        weak = Task.ask("weak", "?", gold="def add(a, b): return None", tests=nothing)
+        lines = await failed_tries(fleet, weak)
+        assert [line.split(":")[0] for line in lines] == ["FAIL weak, cheat framework"]
 
 
 @pytest.mark.slow

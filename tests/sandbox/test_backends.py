@@ -67,24 +67,37 @@ async def test_a_sandbox_has_the_backend_of_its_specification(light: Fleet) -> N
         client.close()
 
 
+def cpu_idle(folder: Path) -> bool:
+    file = folder / "cpu.idle"
+    return file.exists() and file.read_text().strip() == "1"
+
+
 async def test_best_effort_runs_in_an_idle_group(light: Fleet) -> None:
     if "cpu" not in cgroups.controllers():
         return  # there is no class without a group
     async with light as fleet:
         box = await fleet.create(SandboxSpec(latency="best_effort"))
-        found = [folder for folder, _, _ in os.walk("/sys/fs/cgroup") if folder.endswith(box.id)]
-        assert found and all(cgroups._IDLE_PARENT in folder for folder in found)
+        found = [Path(folder) for folder, _, _ in os.walk("/sys/fs/cgroup/") if folder.endswith(box.id)]
+        idle = [folder for folder in found if cgroups._IDLE_PARENT in str(folder) or cpu_idle(folder)]
+        assert len(idle) == 1 and (idle[0] / "cgroup.procs").read_text().split()
+    assert not any(folder.exists() for folder in found)
 
 
-def test_the_idle_class_in_both_versions(tmp_path: Path) -> None:
+async def test_the_idle_class_in_both_versions(tmp_path: Path) -> None:
     for version, file, value in ((1, "cpu.idle", "1"), (1, "cpu.shares", "2"), (2, "cpu.weight", "1")):
         root = tmp_path / f"{version}-{file}"
-        top = (root if version == 2 else root / "cpu") / cgroups._IDLE_PARENT
-        top.mkdir(parents=True)
-        (top / file).write_text("0")
+        for controller in ("cpu", "memory", "pids", "freezer") if version == 1 else ():
+            (root / controller).mkdir(parents=True)
+        root.mkdir(exist_ok=True)
         if version == 2:
             (root / "cgroup.controllers").write_text("cpu memory pids")
-        made = cgroups.Cgroup.create("box", Limits(), root, latency="best_effort")
-        assert made.folders["cpu"].parents[1] == top
-        assert (top / file).read_text() == value
-        assert cgroups._IDLE_PARENT not in str(cgroups.Cgroup.create("box", Limits(), root).folders["cpu"])
+        made = cgroups.Cgroup.create("box", Limits(), root)
+        await made.settle("sensitive")
+        assert cgroups._IDLE_PARENT not in str(made.folders["cpu"])
+        idle = made.folders["cpu"] if version == 2 else root / "cpu" / cgroups._IDLE_PARENT
+        idle.mkdir(exist_ok=True)
+        (idle / file).write_text("0")
+        await made.settle("best_effort")
+        assert (idle / file).read_text() == value
+        assert made.folders["cpu"].is_relative_to(idle)
+        assert cgroups._IDLE_PARENT not in str(made.folders["memory"])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from sandbox.audit import Audit, asked, owner_of
 from sandbox.channel import Header
@@ -150,15 +151,43 @@ async def test_connections_that_say_nothing_are_cut(served: Served) -> None:
 
 async def test_silent_connections_give_way_to_those_who_are_known(served: Served) -> None:
     """More of them than there may be of all: whoever has a token is served all the same."""
+    gate = asyncio.create_task(served.gates["front"].tend())
     flood = [await asyncio.open_connection("127.0.0.1", served.ports["front"]) for _ in range(200)]
-    served.gates["front"].look()
     assert (await served.call({"op": "ping"}))[0] == 200
     ends = await asyncio.wait_for(
-        asyncio.gather(*(reader.read() for reader, _ in flood[:150]), return_exceptions=True), ANSWER_S
+        asyncio.gather(*(reader.read() for reader, _ in flood), return_exceptions=True), ANSWER_S
     )
     assert all(end == b"" or isinstance(end, ConnectionError) for end in ends)
+    assert (await served.call({"op": "ping"}))[0] == 200
+    gate.cancel()
     for _, writer in flood:
         writer.close()
+
+
+async def test_the_oldest_silent_connections_go_first() -> None:
+    """As many as are too many, and at once."""
+    server = web.Server(served_nothing)
+    gate = Gate(web.Application(), most=2, silent_s=3600.0)
+    listening = await asyncio.get_running_loop().create_server(gate.open(server), "127.0.0.1", 0)
+    streams = [await asyncio.open_connection(*listening.sockets[0].getsockname()[:2]) for _ in range(5)]
+    async with asyncio.timeout(ANSWER_S):
+        while len(server.connections) < 5:  # noqa: ASYNC110 (nobody tells of it)
+            await asyncio.sleep(0.01)
+        gate.look()
+        for reader, _ in streams[:3]:
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+        while len(server.connections) > 2:  # noqa: ASYNC110 (nobody tells of it)
+            await asyncio.sleep(0.01)
+    assert not any(reader.at_eof() for reader, _ in streams[3:])
+    for _, writer in streams:
+        writer.close()
+    listening.close()
+    await server.shutdown()
+
+
+async def served_nothing(request: web.BaseRequest) -> web.StreamResponse:
+    raise AssertionError
 
 
 async def test_who_is_known_keeps_its_connection(served: Served) -> None:
@@ -339,6 +368,13 @@ def test_the_audit_log_is_not_flooded() -> None:
     assert all(len(str(value)) < 2000 for value in fields.values())
     assert owner_of({"client": 5, "owner": long}) == long[:1000]
     assert owner_of({"client": {"owner": ["a"]}}) == "['a']"
+
+
+def test_a_full_disk_stops_the_audit_log_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    audit = Audit(Path("/dev/full"))
+    audit.write(event="call")
+    audit.close()
+    assert "the audit log /dev/full cannot be written: No space left on device" in caplog.text
 
 
 def test_tokens_are_made_for_their_user_alone(tmp_path: Path) -> None:

@@ -9,12 +9,14 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
+import docker
 import pytest
 
 from sandbox.client import Fleet, RemoteBox
 from sandbox.connection import Connection
 from sandbox.errors import LayerError, PolicyError, SandboxError
 from sandbox.layers import build
+from sandbox.layers.containers import LABEL, REPOSITORY
 from sandbox.layers.mounts import mounts_below
 from sandbox.layers.records import Config, Kind, Layer
 from sandbox.layers.store import IMAGE, LayerStore
@@ -205,13 +207,19 @@ async def test_a_base_layer_is_the_root_of_a_container(
 ) -> None:
     (tmp_path / "etc").mkdir()
     (tmp_path / "etc/mark").write_text("marked")
-    publish(store, tmp_path, Kind.TOOLKIT, "mark:1")
+    mark = publish(store, tmp_path, Kind.TOOLKIT, "mark:1")
     spec = SandboxSpec(image="tempering-python:built-in", workspace="w:1", toolkit="mark:1", limits=LIMITS)
     async with await Fleet.connect(backend="docker", state_dir=layered_state, owner="root") as fleet:
         box = await fleet.create(spec)
         assert await said(box, "cat /etc/mark a.txt; echo x > b; cat b; echo $TASK") == "markedax\nseven\n"
         assert (await box.python("print(1)")).stdout == b"1\n"
         assert (await box.exec("echo x > /etc/mark")).exit_code != 0
+    client = docker.from_env()
+    images = [one for one in client.images.list(name=REPOSITORY) if mark.digest in one.labels.get(LABEL, "")]
+    assert images
+    for image in images:
+        client.images.remove(image.id, force=True)
+    client.close()
 
 
 async def test_a_damaged_layer_starts_nothing(light: Fleet, store: LayerStore, tmp_path: Path) -> None:
