@@ -31,7 +31,7 @@ class Agent:
     """A running agent and a channel to it."""
 
     def __init__(self, uid: int | None, folder: Path, env: Mapping[str, str] | None = None):
-        config = {"uid": uid, "rlimits": {"CORE": 0, "NOFILE": 64}, "seccomp": seccomp.program()}
+        config = {"uid": uid, "rlimits": {"NOFILE": 64}, "seccomp": seccomp.program()}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "sandbox.agent.agent", json.dumps(config)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=env,

@@ -268,7 +268,12 @@ async def test_journals_go_with_their_sandboxes(own: Path) -> None:
         assert folder.stat().st_mode & 0o777 == 0o700
         with pytest.raises(PolicyError, match="journal=True"):
             await silent._connection.request(
-                {"op": "run", "box": silent.id, "command": {"op": "exec"}, "claim": {"seq": 1}}
+                {
+                    "op": "run",
+                    "box": silent.id,
+                    "command": {"op": "exec", "argv": ["true"], "env": {}, "timeout_s": 5.0, "limit": 9},
+                    "claim": {"seq": 1},
+                }
             )
         await closed.close()
         assert {path.name for path in folder.iterdir()} == {released.id}
