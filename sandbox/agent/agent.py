@@ -110,9 +110,9 @@ class Agent:
         now = time.monotonic()
         if now - self.used > IDLE_S and not self.commands:
             self.dismiss()
-        wake = now + (
-            0.02 if self.deferred else max(self.used + IDLE_S - now, 0.0) + 0.01 if self.spares else 60
-        )
+        wake = now + (0.02 if self.deferred else 60)
+        if self.spares and not self.commands:
+            wake = min(wake, self.used + IDLE_S + 0.01)
         for command in self.commands.values():
             self.register(poller, command, owners)
             wake = min(wake, command.wake_at())
