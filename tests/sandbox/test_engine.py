@@ -36,7 +36,17 @@ class Engine:
     def start(self) -> None:
         """Returns when it answers."""
         options = {"data-root": "data", "exec-root": "exec", "pidfile": "pid"}
-        argv = ["dockerd", "-H", self.url, "--bridge=none", "--iptables=false", "--ip-masq=false"]
+        # In a network of its own: an engine without a bridge removes that of the machine's engine.
+        argv = [
+            "unshare",
+            "--net",
+            "dockerd",
+            "-H",
+            self.url,
+            "--bridge=none",
+            "--iptables=false",
+            "--ip-masq=false",
+        ]
         argv += [f"--cgroup-parent=/{self.folder.name}"]
         argv += [f"--{name}={self.folder}/{file}" for name, file in options.items()]
         with (self.folder / "log").open("ab") as log:
