@@ -17,16 +17,14 @@ import asyncio
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
-import docker
 import psutil
 
+from benchmarks.sandbox_figures import timed
+from benchmarks.sandbox_peers import PlainDocker
 from sandbox.client import Fleet, RemoteBox
-from sandbox.images import ensure_image
 from sandbox.types import SandboxSpec
 
 MIN_RATIO, MAX_P50_MS = 25.0, 2.0
@@ -39,36 +37,16 @@ def calls_of(box: RemoteBox) -> dict[str, Call]:
     return {"exec": lambda: box.exec(["true"]), "python": lambda: box.python("print(1)")}
 
 
-def engine_exec(client: Any, container: Any) -> None:
-    """Runs `true` by the engine's exec interface."""
-    made = client.api.exec_create(container.id, ["/usr/bin/true"])
-    client.api.exec_start(made["Id"])
-    assert client.api.exec_inspect(made["Id"])["ExitCode"] == 0
-
-
-async def timed(call: Call) -> float:
-    """Returns how many milliseconds a call takes."""
-    start = time.perf_counter()
-    await call()
-    return 1e3 * (time.perf_counter() - start)
-
-
 async def against_engine(fleet: Fleet, calls: int) -> dict[str, list[float]]:
     """Times resident calls and the engine's in turns; returns milliseconds by name."""
-    client: Any = docker.from_env()
-    container = client.containers.run(
-        ensure_image(client), ["/usr/bin/sleep", "3600"], detach=True, network_mode="none", init=True
-    )
+    plain = PlainDocker()
     times: dict[str, list[float]] = {"engine": []}
-    try:
+    with plain.one() as container:
         async with await fleet.create(SPEC) as box:
             for _ in range(calls):
-                times["engine"].append(await timed(lambda: asyncio.to_thread(engine_exec, client, container)))
+                times["engine"].append(await timed(lambda: asyncio.to_thread(plain.exec, container)))
                 for name, call in calls_of(box).items():
                     times.setdefault(name, []).append(await timed(call))
-    finally:
-        container.remove(force=True)
-        client.close()
     return times
 
 
