@@ -24,7 +24,7 @@ from typing import Literal, Self
 
 from sandbox.calls import Call, Calls
 from sandbox.channel import Header
-from sandbox.connection import Connection, Link, reach
+from sandbox.connection import Connection, Link, greet
 from sandbox.errors import LostError, PolicyError, RefusedError, SandboxError
 from sandbox.making import make
 from sandbox.node import SOCKET
@@ -37,7 +37,7 @@ from sandbox.web import Caller, WebConnection
 
 Fallback = Literal["create", "refuse"]
 DEFAULT_LEASE_S = 60.0
-_TRIES, _RETRY_S = 3, 0.05
+_RETRY_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,18 +107,8 @@ class Fleet:
         if state_dir is None:
             raise PolicyError("the local fleet has a state folder: give state_dir")
         state_dir = _absolute(state_dir)
-        for attempt in range(_TRIES):
-            connection = await reach(state_dir)
-            try:
-                return cls(connection, owner, (await connection.request(hello))[0])
-            except LostError:  # the node was just about to end itself
-                await connection.close()
-                if attempt == _TRIES - 1:
-                    raise
-            except SandboxError:
-                await connection.close()
-                raise
-        raise AssertionError("unreachable")
+        connection, welcome = await greet(state_dir, hello)
+        return cls(connection, owner, welcome)
 
     @staticmethod
     async def reclaim(state_dir: Path, keep_owners: Set[str] = frozenset()) -> Reclaimed:

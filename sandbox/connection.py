@@ -21,6 +21,7 @@ from sandbox.node import READY, SOCKET
 from sandbox.versions import API, UNSAID, request_for, served
 
 _PING_S, _SILENT_S = 10.0, 60.0
+_TRIES, _AGAIN_S = 6, 0.05
 
 
 class Link(Protocol):
@@ -156,12 +157,32 @@ class Connection:
                 reply.set_exception(self._fault)
 
 
-async def reach(state_dir: Path) -> Connection:
-    """Connects to the node of a state folder, starting it when none answers.
+async def greet(state_dir: Path, greeting: Header) -> tuple[Connection, Header]:
+    """Connects to the node of a state folder, starting it when none answers; returns its reply to a greeting.
+
+    A node that is just ending may still take a connection; the next try then finds or starts another one.
 
     Raises:
         InfrastructureError: It does not start.
+        LostError: Each node that took the connection ended before it replied.
+        SandboxError: What the node says to the greeting.
     """
+    for attempt in range(_TRIES):
+        connection = await _reach(state_dir)
+        try:
+            return connection, (await connection.request(greeting))[0]
+        except LostError:
+            await connection.close()
+            if attempt == _TRIES - 1:
+                raise
+            await asyncio.sleep(_AGAIN_S * 2**attempt)
+        except BaseException:
+            await connection.close()
+            raise
+    raise AssertionError("unreachable")
+
+
+async def _reach(state_dir: Path) -> Connection:
     with contextlib.suppress(OSError):
         return await Connection.open(state_dir / SOCKET)
     await asyncio.to_thread(_start, state_dir)

@@ -22,7 +22,7 @@ from sandbox.about import rename
 from sandbox.backends.base import AUTO
 from sandbox.backends.registry import backends
 from sandbox.channel import Header
-from sandbox.connection import Connection, reach
+from sandbox.connection import Connection, greet
 from sandbox.errors import BackendMissingError, LostError, PolicyError, RefusedError, SandboxError
 from sandbox.groups import group_reply
 from sandbox.limiter import StartRate, start_rate
@@ -237,14 +237,8 @@ class NodeServer:
                 await self._leave(name)
             if (owner := self._owners.get(name)) is None:
                 self._admit_owner(name.partition(":")[0])
-                connection = await reach(self._state_dir)
-                try:
-                    await connection.request(
-                        {"op": "hello", "owner": name, "backend": self._usual(), "lease_s": lease_s}
-                    )
-                except BaseException:
-                    await connection.close()
-                    raise
+                hello = {"op": "hello", "owner": name, "backend": self._usual(), "lease_s": lease_s}
+                connection, _ = await greet(self._state_dir, hello)
                 owner = self._owners[name] = _Owner(connection)
             owner.seen = time.monotonic()
             return owner
@@ -266,14 +260,13 @@ class NodeServer:
         await self._reached()
         offers: dict[str, dict[str, bool]] = {}
         for backend in backends():
-            probe = await reach(self._state_dir)
+            hello = {"op": "hello", "owner": "node agent", "backend": backend, "lease_s": 0.0}
             try:
-                hello = {"op": "hello", "owner": "node agent", "backend": backend, "lease_s": 0.0}
-                offers[backend] = (await probe.request(hello))[0]["capabilities"]
+                probe, welcome = await greet(self._state_dir, hello)
             except BackendMissingError:
-                pass
-            finally:
-                await probe.close()
+                continue
+            offers[backend] = welcome["capabilities"]
+            await probe.close()
         self._offers, self._probed = offers, time.monotonic()
 
     async def _ask_control(self, header: Header) -> _Reply:
@@ -286,7 +279,7 @@ class NodeServer:
                 await self._control.close()
                 self._control = None
             if self._control is None:
-                control = await reach(self._state_dir)
+                control, _ = await greet(self._state_dir, {"op": "ping"})
                 try:
                     await self._prepare(control)
                 except BaseException:

@@ -56,8 +56,15 @@ def processes(node_pid: int) -> list[psutil.Process]:
     return [node, *node.children(recursive=True)]
 
 
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it ended between the two
+        return False
+
+
 def alive(tree: list[psutil.Process]) -> list[psutil.Process]:
-    return [p for p in tree if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    return [process for process in tree if lives(process)]
 
 
 def wait(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
@@ -121,6 +128,23 @@ async def test_a_killed_client_leaves_nothing_once_its_lease_ends(own: Path) -> 
     await asyncio.to_thread(wait, lambda: len(alive(tree)) <= 1)
     await asyncio.to_thread(wait, lambda: not alive(tree))  # a node that nobody needs ends itself
     assert not cgroups_of(node) and not (own / "node.sock").exists()
+
+
+async def test_a_node_that_takes_a_connection_while_it_ends_is_not_the_one_that_serves(own: Path) -> None:
+    taken = 0
+
+    async def end(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal taken
+        taken += 1
+        if taken == 2:
+            dying.close()
+            (own / "node.sock").unlink()
+        writer.close()
+
+    dying = await asyncio.start_unix_server(end, own / "node.sock")
+    async with await connect(own) as fleet:
+        assert (await (await fleet.create(SMALL)).exec("echo served")).stdout == b"served\n"
+    assert taken == 2
 
 
 async def test_the_next_client_of_an_owner_finds_its_sandboxes(own: Path) -> None:

@@ -75,6 +75,13 @@ async def crash(state_dir: Path, body: str) -> tuple[str, int]:
     return box, int(node)
 
 
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it ended between the two
+        return False
+
+
 async def connect(state_dir: Path, owner: str = "me") -> Fleet:
     return await Fleet.connect("local", backend="bubblewrap", state_dir=state_dir, owner=owner)
 
@@ -344,4 +351,4 @@ async def test_a_paused_sandbox_ends_with_its_node(own: Path) -> None:
         await box.pause()
         os.kill(fleet.node_pid, signal.SIGKILL)
     async with await connect(own):
-        await until(lambda: not any(p.is_running() and p.status() != "zombie" for p in tree))
+        await until(lambda: not any(lives(process) for process in tree))
