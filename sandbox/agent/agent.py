@@ -35,7 +35,7 @@ from _socket import (
 
 from . import libc, small_json
 from .command import Command, Launched
-from .frames import FORK, JOB, STATUS
+from .frames import FORK, FREE, JOB, STATUS
 from .process import FOREVER, Poll, Process
 
 TYPE_CHECKING = False
@@ -51,7 +51,7 @@ else:
 
 HEADER = struct.Struct("!II")
 MAX_HEADER, MAX_BODY = 1 << 18, 64 << 20
-RETRY_S, SLOTS = 5.0, 256
+RETRY_S, SLOTS, KEEPERS = 5.0, 256, 2
 FULL, READ, IDLE_S = 1 << 20, 1 << 16, 5.0
 
 
@@ -66,6 +66,7 @@ class Agent:
         self.background: dict[int, socket] = {}
         self.deferred: list[Command] = []
         self.spares: dict[bool, Launched] = {}
+        self.keepers: list[socket] = []
         self.leaving: dict[int, int] = {}
         self.held_at, self.used = 0.0, 0.0
         self.slots = set(range(1, SLOTS))
@@ -108,10 +109,10 @@ class Agent:
             poller.register(spare.keeper.fileno(), select.POLLIN)
         owners: dict[int, Command] = {}
         now = time.monotonic()
-        if now - self.used > IDLE_S and not self.commands:
+        if now - self.used > IDLE_S and not self.commands and not self.held_at:
             self.dismiss()
         wake = now + (0.02 if self.deferred else 60)
-        if self.spares and not self.commands:
+        if self.spares and not self.commands and not self.held_at:
             wake = min(wake, self.used + IDLE_S + 0.01)
         for command in self.commands.values():
             self.register(poller, command, owners)
@@ -145,7 +146,8 @@ class Agent:
         elif fd == self.zygote.fileno():
             self.open = False
         elif fd in self.background:
-            if not self.background[fd].recv(STATUS.size):
+            said = self.background[fd].recv(STATUS.size)
+            if not said or STATUS.unpack(said)[0] == FREE:
                 self.background.pop(fd).close()
                 if slot := self.leaving.pop(fd, 0):
                     self.slots.add(slot)
@@ -200,8 +202,10 @@ class Agent:
 
     def do_go_on(self, header: Header, text: bytes, payload: bytes) -> None:
         """The sandbox goes on: deadlines move by the time it was paused."""
-        for command in self.commands.values() if self.held_at else ():
-            command.deadline += time.monotonic() - self.held_at
+        held_s = time.monotonic() - self.held_at if self.held_at else 0.0
+        for command in self.commands.values():
+            command.deadline += held_s
+        self.used += held_s  # what waited before the pause is still there for the first caller after it
         self.held_at = 0.0
         self.reply(header["id"])
 
@@ -284,23 +288,36 @@ class Agent:
 
     def launch(self, slot: int, header: Header) -> Launched:
         """Has the zygote fork a keeper, which forks a command that waits for its job."""
-        ours, theirs = socketpair(AF_UNIX, SOCK_SEQPACKET)
         (in_r, in_w), (out_r, out_w), (err_r, err_w) = [os.pipe() for _ in range(3)]
-        extra, given = -1, [in_r, out_w, err_w, theirs.fileno()]
+        extra, given = -1, [in_r, out_w, err_w]
         if header.get("pty"):
             extra, far = terminal(self.uid, *header["pty"])
             given.append(far)
         elif header.get("state"):
             extra, far = os.pipe()
             given.append(far)
-        job = FORK.pack(slot, header.get("user") or 0)
-        self.zygote.sendmsg([job], [(SOL_SOCKET, SCM_RIGHTS, struct.pack(str(len(given)) + "i", *given))])
-        theirs.close()
-        for fd in (in_r, out_w, err_w, *given[4:]):
+        keeper = self.kept(FORK.pack(slot, header.get("user") or 0), given, bool(slot))
+        for fd in given:
             os.close(fd)
         for fd in (in_w, out_r, err_r, *([extra] if extra >= 0 else [])):
             os.set_blocking(fd, False)
-        return Launched((in_w, out_r, err_r), ours, slot, extra)
+        return Launched((in_w, out_r, err_r), keeper, slot, extra)
+
+    def kept(self, job: bytes, given: list[int], brief: bool) -> socket:
+        """Hands the descriptors of a command to a keeper: one that is free, or a new one of the zygote."""
+        while self.keepers and not brief:
+            keeper = self.keepers.pop()
+            try:
+                keeper.sendmsg([job], [(SOL_SOCKET, SCM_RIGHTS, struct.pack(str(len(given)) + "i", *given))])
+            except OSError:  # it was killed
+                keeper.close()
+            else:
+                return keeper
+        ours, theirs = socketpair(AF_UNIX, SOCK_SEQPACKET)
+        given = [*given[:3], theirs.fileno(), *given[3:]]
+        self.zygote.sendmsg([job], [(SOL_SOCKET, SCM_RIGHTS, struct.pack(str(len(given)) + "i", *given))])
+        theirs.close()
+        return ours
 
     def waits(self, brief: bool) -> bool:
         """Whether a command of a kind waits; one that was killed meanwhile is let go of."""
@@ -329,6 +346,9 @@ class Agent:
             for fd in spare.fds:
                 os.close(fd)
         self.spares.clear()
+        for keeper in self.keepers:
+            keeper.close()
+        self.keepers.clear()
         libc.call("malloc_trim", 0)
 
     def discard(self, brief: bool) -> None:
@@ -348,7 +368,9 @@ class Agent:
         command.shut("stdin_fd", "out_fd", "err_fd", "extra_fd")
         if command.slot:
             self.slots.add(command.slot)
-        if command.gone:
+        if command.free and len(self.keepers) < KEEPERS:
+            self.keepers.append(command.keeper)
+        elif command.gone:
             command.keeper.close()
         else:
             self.background[command.keeper.fileno()] = command.keeper

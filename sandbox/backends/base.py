@@ -84,6 +84,18 @@ class Backend(Protocol):
         """Starts one sandbox."""
         ...
 
+    def prepares(self, spec: SandboxSpec) -> bool:
+        """Whether part of such a start can be done ahead, for a name that it is then to have."""
+        ...
+
+    async def prepare(self, box_id: str, spec: SandboxSpec) -> None:
+        """Does ahead what it can of the start of a sandbox such as `spec`, until `start` or `drop`."""
+        ...
+
+    async def drop(self, box_id: str) -> None:
+        """Undoes what was prepared under a name, if that has not been started."""
+        ...
+
     def leave(self) -> None:
         """Lets go of what the node shares between its sandboxes; there are none any more."""
         ...
@@ -100,6 +112,20 @@ class Backend(Protocol):
     async def reclaim(self, state_dir: Path) -> list[str]:
         """Removes what an earlier node of `state_dir` left behind; returns names."""
         ...
+
+
+class Unprepared:
+    """A backend that does nothing ahead of a start."""
+
+    def prepares(self, spec: SandboxSpec) -> bool:
+        """It does not."""
+        return False
+
+    async def prepare(self, box_id: str, spec: SandboxSpec) -> None:
+        """Does nothing."""
+
+    async def drop(self, box_id: str) -> None:
+        """Has nothing to undo."""
 
 
 def agent_command(

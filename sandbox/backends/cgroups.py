@@ -33,6 +33,9 @@ _PERIOD_US = 100_000
 SOCKETS = "memory.kmem.tcp.limit_in_bytes"
 """Version 1 counts the buffers of TCP and UDP for nobody until this is set."""
 
+_FIRST_TO_GO = "500"
+"""When the machine lacks memory."""
+
 _REMOVE_S, _FREEZE_S = 5.0, 5.0
 
 
@@ -51,15 +54,29 @@ class Cgroup:
             with contextlib.suppress(OSError):
                 folder = _make(base, _PARENT, name, unified(root))
                 for file, value in values.items():
-                    if (folder / file).exists():
-                        (folder / file).write_text(str(value))
+                    with contextlib.suppress(FileNotFoundError):
+                        _write(f"{folder}/{file}", str(value))
                 folders[controller] = folder
         return cls(folders)
+
+    def enter(self) -> None:
+        """Takes the calling process, which is to be the first of the sandbox, into the groups.
+
+        Raises:
+            OSError: The kernel does not let it.
+        """
+        for folder in sorted(set(self.folders.values())):
+            try:
+                _write(f"{folder}/cgroup.procs", "0")
+            except OSError:  # a node with real-time priority may not enter groups of cores
+                if os.sched_getscheduler(0) == os.SCHED_OTHER:
+                    raise
+        _write("/proc/self/oom_score_adj", _FIRST_TO_GO)
 
     def wrap(self, argv: Iterable[str]) -> list[str]:
         """Returns a command that enters the groups and becomes `argv`, so that nothing runs outside them."""
         enter = "".join(f"echo $$ > {folder}/cgroup.procs; " for folder in sorted(set(self.folders.values())))
-        enter += "echo 500 > /proc/$$/oom_score_adj; "  # when the machine lacks memory, it is to go first
+        enter += f"echo {_FIRST_TO_GO} > /proc/$$/oom_score_adj; "
         return ["/bin/sh", "-c", enter + 'exec "$@"', "sh", *argv]
 
     def oom_counter(self) -> OomCounter:
@@ -152,6 +169,7 @@ def controllers(root: Path = _ROOT) -> frozenset[str]:
     return frozenset(probe.folders)
 
 
+@functools.cache
 def unified(root: Path) -> bool:
     """Whether the machine has version 2 of control groups."""
     return (root / "cgroup.controllers").exists()
@@ -199,7 +217,7 @@ def own_groups(root: Path = _ROOT) -> dict[str, list[Path]]:
     """Returns the groups of this node's sandboxes, by sandbox; other groups beside them are left out."""
     found: dict[str, list[Path]] = {}
     for node in _nodes(root):
-        if node.name == _node_name(os.getpid()):
+        if node.name == _own_name(os.getpid()):
             for path in node.glob("*"):
                 if path.is_dir() and _SANDBOX.fullmatch(path.name):
                     found.setdefault(path.name, []).append(path)
@@ -208,7 +226,7 @@ def own_groups(root: Path = _ROOT) -> dict[str, list[Path]]:
 
 def leave(root: Path = _ROOT) -> None:
     """Removes the groups that hold those of this node, which ends."""
-    remove_groups([node for node in _nodes(root) if node.name == _node_name(os.getpid())])
+    remove_groups([node for node in _nodes(root) if node.name == _own_name(os.getpid())])
 
 
 def _nodes(root: Path) -> list[Path]:
@@ -240,8 +258,12 @@ def _settings(limits: Limits, v2: bool) -> dict[str, dict[str, str | int]]:
 
 
 def _make(base: Path, parent: str, name: str, v2: bool) -> Path:
+    place = base / parent / _own_name(os.getpid())
+    with contextlib.suppress(FileNotFoundError):  # the node has had a sandbox before
+        (place / name).mkdir(exist_ok=True)
+        return place / name
     folder = base
-    for part in (parent, _node_name(os.getpid()), name):
+    for part in (parent, place.name, name):
         if v2:
             (folder / "cgroup.subtree_control").write_text("+memory +pids +cpu")
         folder = folder / part
@@ -249,6 +271,15 @@ def _make(base: Path, parent: str, name: str, v2: bool) -> Path:
         if part == _IDLE_PARENT:
             _be_idle(folder)
     return folder
+
+
+def _write(path: str, text: str) -> None:
+    """Writes a file of the kernel that is there, without the layers of a Python file."""
+    fd = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC)
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)
 
 
 def _be_idle(folder: Path) -> None:
@@ -262,6 +293,11 @@ def _be_idle(folder: Path) -> None:
 def _node_name(pid: int) -> str:
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return f"{pid}-{fields[19]}" if fields[0] != "Z" else ""
+
+
+@functools.cache
+def _own_name(pid: int) -> str:
+    return _node_name(pid)
 
 
 def _alive(node: str) -> bool:

@@ -22,7 +22,7 @@ import docker.types
 import requests.exceptions
 
 from sandbox.backends import cgroups
-from sandbox.backends.base import COMMAND_UID, DOOR, Started, agent_command, refuse_layers
+from sandbox.backends.base import COMMAND_UID, DOOR, Started, Unprepared, agent_command, refuse_layers
 from sandbox.backends.users import USERS
 from sandbox.egress import jail
 from sandbox.egress.doors import door_of
@@ -43,7 +43,7 @@ _LEAST_SHARES = 2
 _UNREACHABLE = (docker.errors.DockerException, requests.exceptions.RequestException)
 
 
-class Docker:
+class Docker(Unprepared):
     """Starts sandboxes as containers of the local engine, for the node of one state folder."""
 
     name = "docker"
