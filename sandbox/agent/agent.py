@@ -28,6 +28,7 @@ from _socket import (
     SCM_RIGHTS,
     SHUT_WR,
     SOCK_SEQPACKET,
+    SOCK_STREAM,
     SOL_SOCKET,
     socket,
     socketpair,
@@ -458,8 +459,15 @@ def forbid_cores() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
+def opened(path: str) -> tuple[int, int]:
+    """Opens the channel at a path, on whose other side the host waits for one caller."""
+    channel = socket(AF_UNIX, SOCK_STREAM)
+    channel.connect(path)
+    return os.dup(channel.fileno()), channel.detach()
+
+
 def main() -> None:
-    """Takes the channel off stdin and stdout, so that no command can inherit it, and serves."""
+    """Takes the channel off stdin and stdout, so that no command can inherit it, or opens it, and serves."""
     config: Header = small_json.loads(sys.argv[1])
     config["uid"] = config["uid"] if os.geteuid() == 0 else None
     forbid_cores()
@@ -469,7 +477,7 @@ def main() -> None:
         from .network import hand_over
 
         hand_over(config["door"])
-    channel_in, channel_out = os.dup(0), os.dup(1)
+    channel_in, channel_out = opened(config["channel"]) if config.get("channel") else (os.dup(0), os.dup(1))
     null = os.open("/dev/null", os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
