@@ -27,7 +27,7 @@ from sandbox.layers.built_in import Control, ensure_control
 from sandbox.layers.compose import Composed, Composer
 from sandbox.layers.writable import BOX, Private, Writable, private
 from sandbox.toolkit import AGENT, build
-from sandbox.types import Capabilities, Limits, SandboxSpec
+from sandbox.types import Capabilities, SandboxSpec
 
 _ENVIRONMENT = {"PATH": os.environ.get("PATH", os.defpath)}
 """Pid 1 of a sandbox shows what it was given."""
@@ -35,10 +35,22 @@ _ENVIRONMENT = {"PATH": os.environ.get("PATH", os.defpath)}
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """The groups of a sandbox and the process in them that waits to become it."""
+    """The groups of a sandbox, the process in them that waits to become it, and the user of its commands."""
 
     cgroup: Cgroup
     launch: Launch
+    uid: int | None
+
+    async def release(self) -> None:
+        """Lets go of what is not a process; what is left in the groups ends."""
+        await self.undo(self.cgroup, self.uid)
+
+    @staticmethod
+    async def undo(cgroup: Cgroup, uid: int | None) -> None:
+        """Removes groups, and gives the user back."""
+        await cgroup.remove()
+        if uid is not None:
+            USERS.give_back(uid)
 
 
 class Bubblewrap:
@@ -106,27 +118,19 @@ class Bubblewrap:
                 f"the bubblewrap backend has no images, layers and disks here: "
                 f"{composer.missing() if composer else 'no state folder'}; or use sandbox.backend=docker"
             )
-        if self._agent is AGENT and self._state_dir is not None:
-            toolkit, program = self._state_dir / "toolkit", bwrap.interpreter()[0]
-            self._agent = await asyncio.to_thread(build, toolkit, program)
         composed = await asyncio.to_thread(composer.acquire, spec) if composer and layered else None
-        uid = USERS.take() if os.geteuid() == 0 and not composed else None
         launching = self._ahead.pop(box_id, None)
         ahead: _Ahead | None = None
 
         async def release() -> None:
             if ahead is not None:
-                await ahead.cgroup.remove()
-            if uid is not None:
-                USERS.give_back(uid)
+                await ahead.release()
             if composer and composed:
                 await asyncio.to_thread(composer.release, composed.layers)
 
         try:
-            trees = composed.trees if composed else ()
-            ahead = await (launching or self._launch(box_id, spec.limits, trees))
-            command = await self._command(box_id, spec, composed, uid)
-            reader, writer = await ahead.launch.become(command, _ENVIRONMENT)
+            ahead = await (launching or self._launch(box_id, spec, composed))
+            reader, writer = await ahead.launch.go()
         except BaseException:
             if ahead:
                 await ahead.launch.end()
@@ -161,11 +165,11 @@ class Bubblewrap:
 
     def prepares(self, spec: SandboxSpec) -> bool:
         """Whether its root is the machine's own, and its places are in memory."""
-        return not (spec.image or spec.workspace or spec.toolkit or spec.limits.disk_bytes)
+        return not (spec.image or spec.workspace or spec.toolkit or spec.limits.disk_bytes or spec.network)
 
     async def prepare(self, box_id: str, spec: SandboxSpec) -> None:
-        """Makes the groups and mounts of a sandbox, and has a process wait in them."""
-        launching = asyncio.create_task(self._launch(box_id, spec.limits, ()))
+        """Makes all of a sandbox but its agent: groups, mounts, namespaces, a process that waits there."""
+        launching = asyncio.create_task(self._launch(box_id, spec, None))
         self._ahead[box_id] = launching
         await asyncio.shield(launching)
 
@@ -175,11 +179,17 @@ class Bubblewrap:
             with contextlib.suppress(InfrastructureError):
                 ahead = await launching
                 await ahead.launch.end()
-                await ahead.cgroup.remove()
+                await ahead.release()
 
-    async def _launch(self, box_id: str, limits: Limits, trees: tuple[Path, ...]) -> _Ahead:
+    async def _launch(self, box_id: str, spec: SandboxSpec, composed: Composed | None) -> _Ahead:
+        limits, trees = spec.limits, composed.trees if composed else ()
+        if self._agent is AGENT and self._state_dir is not None:
+            toolkit, program = self._state_dir / "toolkit", bwrap.interpreter()[0]
+            self._agent = await asyncio.to_thread(build, toolkit, program)
+        uid = USERS.take() if os.geteuid() == 0 and not composed else None
         cgroup = Cgroup.create(box_id, limits)
         try:
+            command = await self._command(box_id, spec, composed, uid)
             with contextlib.ExitStack() as stack:
                 enter = cgroup.enter
                 if self._composer is not None and not self._composer.missing():
@@ -189,14 +199,14 @@ class Bubblewrap:
                     else:
                         place = stack.enter_context(making)
                     enter = functools.partial(_enter, cgroup, place)
-                launch = Launch.fork(enter)
+                launch = Launch.fork(command, _ENVIRONMENT, enter)
                 await launch.entered()
         except BaseException as error:
-            await cgroup.remove()
+            await _Ahead.undo(cgroup, uid)
             if isinstance(error, OSError):
                 raise InfrastructureError(f"a sandbox could not be started: {error}") from error
             raise
-        return _Ahead(cgroup, launch)
+        return _Ahead(cgroup, launch, uid)
 
     async def _command(
         self, box_id: str, spec: SandboxSpec, composed: Composed | None, uid: int | None

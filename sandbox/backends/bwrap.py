@@ -11,6 +11,7 @@ from pathlib import Path
 
 from sandbox.backends.base import COMMAND_UID, DOOR, agent_command
 from sandbox.backends.cgroups import controllers
+from sandbox.backends.launch import GATE
 from sandbox.layers.built_in import Control
 from sandbox.layers.compose import NO_PRELOAD
 from sandbox.types import Limits
@@ -111,7 +112,7 @@ def plain(
             yield from ("--size", str(limits.tmpfs_bytes), "--perms", "1777", "--tmpfs", path)
     yield from _door(door)
     yield from ("--ro-bind", str(agent), f"{AGENT_AT}/agent", "--remount-ro", "/")
-    yield from ("--chdir", "/workspace", "--")
+    yield from ("--block-fd", str(GATE), "--chdir", "/workspace", "--")
     yield from (python, *_agent(limits, {}, uid, door))
 
 
@@ -133,7 +134,7 @@ def composed(
     yield from ("--ro-bind", str(control.library), f"{AGENT_AT}/lib/{control.library.name}")
     yield from _door(door)
     yield from ("--ro-bind", str(places.parent / NO_PRELOAD), "/etc/ld.so.preload")
-    yield from ("--chdir", "/workspace", "--")
+    yield from ("--block-fd", str(GATE), "--chdir", "/workspace", "--")
     yield from (*control.command(AGENT_AT), *_agent(limits, env, uid, door))
 
 

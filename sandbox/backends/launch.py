@@ -1,7 +1,7 @@
-"""A process that becomes a sandbox: forked, in its control groups and mounts, and told only then what to run.
+"""A process that becomes a sandbox: forked into its control groups and mounts, and let go when it is wanted.
 
-The kernel takes longest to move a process into control groups (it waits until every core has been seen to
-pass), so a launch can be made ahead of the sandbox that it is for.
+The kernel takes longest to move a process into control groups and to change its root (it waits until every
+core has been seen to pass), so a launch can be made ahead of the sandbox that it is for.
 """
 
 from __future__ import annotations
@@ -9,87 +9,75 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import json
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from sandbox.errors import InfrastructureError
 
-_ORDER, _SAY = 3, 4
-_ENTERED = b"."
+GATE, _SAY = 3, 4
+"""The descriptor that the command is to wait for a byte on before it runs anything that is not its own."""
+
 _LIMIT = 1 << 22
 
 
 class Launch:
     """One forked child. Its standard input and output are one socket, the channel of the sandbox."""
 
-    def __init__(self, pid: int, channel: socket.socket, order: int, said: int):
+    def __init__(self, pid: int, channel: socket.socket, gate: int, said: int):
         self.pid = pid
-        self._channel, self._order, self._said = channel, order, said
+        self._channel, self._gate, self._said = channel, gate, said
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._pidfd = os.pidfd_open(pid)
         self._loop.add_reader(self._pidfd, self._reap)
 
     @classmethod
-    def fork(cls, enter: Callable[[], None]) -> Launch:
-        """Forks a child that calls `enter`, and waits for its command.
+    def fork(cls, command: Sequence[str], env: Mapping[str, str], enter: Callable[[], None]) -> Launch:
+        """Forks a child that calls `enter` and executes a command, which waits at its `GATE`.
 
         Args:
+            command: A path and its arguments.
+            env: Its environment.
             enter: Goes where the sandbox is to be; what it raises ends the child.
 
         Raises:
             OSError: There is no room for a process.
         """
         ours, theirs = socket.socketpair()
-        order, said = os.pipe(), os.pipe()
+        gate, said = os.pipe(), os.pipe()
         try:
             pid = os.fork()
             if pid == 0:
-                _wait_for_command(theirs.fileno(), order[0], said[1], enter)
+                _become(theirs.fileno(), gate[0], said[1], command, env, enter)
         except OSError:
             ours.close()
-            os.close(order[1])
+            os.close(gate[1])
             os.close(said[0])
             raise
         finally:
             theirs.close()
-            os.close(order[0])
+            os.close(gate[0])
             os.close(said[1])
         ours.setblocking(False)
-        return cls(pid, ours, order[1], said[0])
+        return cls(pid, ours, gate[1], said[0])
 
     async def entered(self) -> None:
-        """Returns once the child is where the sandbox is to be.
+        """Returns once the command waits at its gate.
 
         Raises:
-            InfrastructureError: It could not go there; it has ended.
+            InfrastructureError: It could not get there; the child has ended.
         """
-        if (said := await self._hear()) != _ENTERED:
+        if said := await self._hear():
             await self.end()
-            raise InfrastructureError(_words(said))
+            raise InfrastructureError(f"a sandbox could not be started: {said.decode(errors='replace')}")
 
-    async def become(
-        self, command: Iterable[str], env: Mapping[str, str]
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Has the child execute a command (a path and its arguments), and returns the channel.
-
-        Raises:
-            InfrastructureError: It cannot be executed; the child has ended.
-        """
-        try:
-            os.write(self._order, json.dumps([[*command], dict(env)]).encode())
-            os.close(self._order)
-            self._order = -1
-            said = await self._hear()
-        except OSError as error:
-            said = str(error).encode()
-        if said:
-            await self.end()
-            raise InfrastructureError(_words(said))
+    async def go(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Opens the gate, and returns the channel."""
+        os.close(self._gate)
+        self._gate = -1
         return await asyncio.open_connection(sock=self._channel, limit=_LIMIT)
 
     @property
@@ -106,10 +94,10 @@ class Launch:
     async def wait(self) -> None:
         """Returns when it has ended."""
         await asyncio.shield(self._ended)
-        for fd in (self._order, self._said):
+        for fd in (self._gate, self._said):
             if fd >= 0:
                 os.close(fd)
-        self._order = self._said = -1
+        self._gate = self._said = -1
 
     async def end(self) -> None:
         """Ends it before it has become anything."""
@@ -133,29 +121,26 @@ class Launch:
         self._ended.set_result(None)
 
 
-def _words(said: bytes) -> str:
-    return f"a sandbox could not be started: {said.decode(errors='replace') or 'its first process was ended'}"
-
-
-def _wait_for_command(channel: int, order: int, say: int, enter: Callable[[], None]) -> NoReturn:
+def _become(
+    channel: int,
+    gate: int,
+    say: int,
+    command: Sequence[str],
+    env: Mapping[str, str],
+    enter: Callable[[], None],
+) -> NoReturn:
     """Runs in the child: only its own descriptors stay, so that it keeps nothing of other sandboxes open."""
     try:
         os.setsid()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
         null = os.open(os.devnull, os.O_RDWR)
-        above = [fcntl.fcntl(fd, fcntl.F_DUPFD, 16) for fd in (channel, channel, null, order, say)]
+        above = [fcntl.fcntl(fd, fcntl.F_DUPFD, 16) for fd in (channel, channel, null, gate, say)]
         for target, fd in enumerate(above):
-            os.dup2(fd, target, inheritable=target < _ORDER)
+            os.dup2(fd, target, inheritable=target != _SAY)
         os.closerange(_SAY + 1, os.sysconf("SC_OPEN_MAX"))
         enter()
-        os.write(_SAY, _ENTERED)
-        text = b""
-        while data := os.read(_ORDER, 1 << 16):
-            text += data
-        if text:
-            argv, env = json.loads(text)
-            os.execve(argv[0], argv, env)
+        os.execve(command[0], command, env)
     except BaseException as error:
         os.write(_SAY, f"{type(error).__name__}: {error}".encode()[:4096])
     finally:
