@@ -37,6 +37,8 @@ _FIRST_TO_GO = "500"
 """When the machine lacks memory."""
 
 _REMOVE_S, _FREEZE_S = 5.0, 5.0
+_MADE: set[Path] = set()
+"""The groups of this process that those of sandboxes are made in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +109,8 @@ class Cgroup:
 
     @property
     def freezes(self) -> bool:
-        """Whether it can be paused."""
-        return "freezer" in self.folders
+        """Whether it can be paused by this process."""
+        return "freezer" in self.folders and os.access(_switch(self.folders["freezer"]), os.W_OK)
 
     async def freeze(self, stop: bool) -> None:
         """Stops all processes in it, or lets them go on; returns when that has happened.
@@ -138,7 +140,7 @@ class Cgroup:
 def container_groups(container: str, root: Path = _ROOT) -> dict[str, Path]:
     """Returns the groups that the engine made for a container, by controller; any version and driver."""
     found: dict[str, Path] = {}
-    for controller in ("memory", "pids", "cpu", "cpuacct"):
+    for controller in ("memory", "pids", "cpu", "cpuacct", "freezer"):
         base = root if unified(root) else root / controller
         for place in (base / "docker" / container, base / f"system.slice/docker-{container}.scope"):
             if place.exists():
@@ -153,7 +155,7 @@ def groups_of(pid: int, root: Path = _ROOT) -> dict[str, Path]:
         for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
             number, names, path = line.split(":", 2)
             if unified(root) and number == "0":
-                found |= dict.fromkeys(("memory", "pids", "cpu"), root / path.lstrip("/"))
+                found |= dict.fromkeys(("memory", "pids", "cpu", "freezer"), root / path.lstrip("/"))
             elif not unified(root):
                 places = {name: root / name / path.lstrip("/") for name in names.split(",") if name}
                 found |= {name: place for name, place in places.items() if place.exists()}
@@ -259,9 +261,10 @@ def _settings(limits: Limits, v2: bool) -> dict[str, dict[str, str | int]]:
 
 def _make(base: Path, parent: str, name: str, v2: bool) -> Path:
     place = base / parent / _own_name(os.getpid())
-    with contextlib.suppress(FileNotFoundError):  # the node has had a sandbox before
-        (place / name).mkdir(exist_ok=True)
-        return place / name
+    if place in _MADE:
+        with contextlib.suppress(FileNotFoundError):
+            (place / name).mkdir(exist_ok=True)
+            return place / name
     folder = base
     for part in (parent, place.name, name):
         if v2:
@@ -270,6 +273,7 @@ def _make(base: Path, parent: str, name: str, v2: bool) -> Path:
         folder.mkdir(exist_ok=True)
         if part == _IDLE_PARENT:
             _be_idle(folder)
+    _MADE.add(place)
     return folder
 
 
@@ -327,10 +331,16 @@ def remove_groups(folders: Iterable[Path]) -> None:
 
 
 def _set_frozen(folder: Path, stop: bool) -> None:
-    if (folder / "cgroup.freeze").exists():
-        (folder / "cgroup.freeze").write_text("1" if stop else "0")
-    elif (folder / "freezer.state").exists():
-        (folder / "freezer.state").write_text("FROZEN" if stop else "THAWED")
+    switch = _switch(folder)
+    if switch.name == "cgroup.freeze":
+        switch.write_text("1" if stop else "0")
+    elif switch.exists():
+        switch.write_text("FROZEN" if stop else "THAWED")
+
+
+def _switch(folder: Path) -> Path:
+    v2 = folder / "cgroup.freeze"
+    return v2 if v2.exists() else folder / "freezer.state"
 
 
 def _frozen(folder: Path) -> bool:

@@ -135,7 +135,13 @@ class Docker(Unprepared):
             if layered is not None:
                 await asyncio.to_thread(layered.release)
 
+        frozen = cgroups.Cgroup(dict(groups))
+
         async def pause(stop: bool) -> None:
+            """By the kernel itself where that can be: the engine runs a program for it."""
+            if frozen.freezes:
+                await frozen.freeze(stop)
+                return
             try:
                 await asyncio.to_thread(_freeze, container, stop)
             except _UNREACHABLE as error:
