@@ -37,7 +37,7 @@ from _socket import (
 from . import libc, small_json
 from .command import Command, Launched
 from .frames import FORK, FREE, JOB, STATUS
-from .process import FOREVER, Poll, Process
+from .process import FOREVER, Poll, Process, resize, terminal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ else:
 
 HEADER = struct.Struct("!II")
 MAX_HEADER, MAX_BODY = 1 << 18, 64 << 20
-RETRY_S, SLOTS, KEEPERS = 5.0, 256, 2
+RETRY_S, SLOTS, KEEPERS, HURRIED = 5.0, 256, 2, 2
 FULL, READ, IDLE_S = 1 << 20, 1 << 16, 5.0
 
 
@@ -66,7 +66,8 @@ class Agent:
         self.commands: dict[int, Command] = {}
         self.background: dict[int, socket] = {}
         self.deferred: list[Command] = []
-        self.spares: dict[bool, Launched] = {}
+        self.spares: dict[bool, list[Launched]] = {False: [], True: []}
+        self.hurried: set[bool] = set()
         self.keepers: list[socket] = []
         self.leaving: dict[int, int] = {}
         self.held_at, self.used = 0.0, 0.0
@@ -106,14 +107,14 @@ class Agent:
             poller.register(self.channel_out, select.POLLOUT)
         for fd in self.background:
             poller.register(fd, select.POLLIN)
-        for spare in self.spares.values():
+        for spare in self.waiting():
             poller.register(spare.keeper.fileno(), select.POLLIN)
         owners: dict[int, Command] = {}
         now = time.monotonic()
         if now - self.used > IDLE_S and not self.commands and not self.held_at:
             self.dismiss()
         wake = now + (0.02 if self.deferred else 60)
-        if self.spares and not self.commands and not self.held_at:
+        if self.waiting() and not self.commands and not self.held_at:
             wake = min(wake, self.used + IDLE_S + 0.01)
         for command in self.commands.values():
             self.register(poller, command, owners)
@@ -152,7 +153,7 @@ class Agent:
                 self.background.pop(fd).close()
                 if slot := self.leaving.pop(fd, 0):
                     self.slots.add(slot)
-        elif found := [brief for brief, spare in self.spares.items() if fd == spare.keeper.fileno()]:
+        elif found := [spare for spare in self.waiting() if fd == spare.keeper.fileno()]:
             self.discard(found[0])
         elif fd in owners:
             command = owners[fd]
@@ -280,8 +281,9 @@ class Agent:
         """Starts a command, the job ahead of its input, in the one that waits if that is as it needs."""
         brief = header["op"] == "python" or self.fresh
         if self.waits(brief) and not header.get("user") and not header.get("state"):
-            launched = self.spares.pop(brief)
+            launched = self.spares[brief].pop(0)
         else:
+            self.hurried.add(brief)  # callers come faster than one fork at a time
             launched = self.launch(self.slots.pop() if brief else 0, header)
         command = Command(header, stdin, launched)
         self.commands[command.id] = command
@@ -320,42 +322,47 @@ class Agent:
         theirs.close()
         return ours
 
+    def waiting(self) -> list[Launched]:
+        """Returns the commands that wait for their job."""
+        return self.spares[False] + self.spares[True]
+
     def waits(self, brief: bool) -> bool:
-        """Whether a command of a kind waits; one that was killed meanwhile is let go of."""
-        if brief in self.spares:
+        """Whether a command of a kind waits; those that were killed meanwhile are let go of."""
+        while self.spares[brief]:
             try:
-                self.spares[brief].keeper.recv(1, MSG_PEEK | MSG_DONTWAIT)
+                self.spares[brief][0].keeper.recv(1, MSG_PEEK | MSG_DONTWAIT)
             except BlockingIOError:
                 return True
-            self.discard(brief)
+            self.discard(self.spares[brief][0])
         return False
 
     def refill(self, brief: bool) -> None:
-        """Keeps one command of a kind waiting: its forks are then not what the next caller waits for."""
-        if brief not in self.spares:
+        """Keeps commands of a kind waiting: their forks are then not what the next caller waits for."""
+        while len(self.spares[brief]) < (HURRIED if brief in self.hurried else 1):
             try:
-                self.spares[brief] = self.launch(self.slots.pop() if brief else 0, {})
+                self.spares[brief].append(self.launch(self.slots.pop() if brief else 0, {}))
             except OSError:
                 return
 
     def dismiss(self) -> None:
         """Lets those go that wait, as nobody has come: an idle sandbox is to be small."""
-        for spare in self.spares.values():
+        for spare in self.waiting():
             spare.keeper.shutdown(SHUT_WR)
             self.background[spare.keeper.fileno()] = spare.keeper
             self.leaving[spare.keeper.fileno()] = spare.slot
             for fd in spare.fds:
                 os.close(fd)
-        self.spares.clear()
+        self.spares = {False: [], True: []}
+        self.hurried.clear()
         for keeper in self.keepers:
             keeper.close()
         self.keepers.clear()
         libc.call("malloc_trim", 0)
 
-    def discard(self, brief: bool) -> None:
-        """Lets go of the command that waited; it has ended."""
-        spare = self.spares.pop(brief)
-        if brief:
+    def discard(self, spare: Launched) -> None:
+        """Lets go of a command that waited; it has ended."""
+        self.spares[bool(spare.slot)].remove(spare)
+        if spare.slot:
             self.slots.add(spare.slot)
         spare.keeper.close()
         for fd in spare.fds:
@@ -416,27 +423,6 @@ class Agent:
             return
         except BrokenPipeError:
             self.open = False
-
-
-def terminal(uid: int | None, rows: int, columns: int) -> tuple[int, int]:
-    """Opens a terminal that belongs to the user of commands; returns its two sides."""
-    if uid is not None:
-        os.seteuid(uid)
-    try:
-        near, far = os.openpty()
-    finally:
-        if uid is not None:
-            os.seteuid(0)
-    resize(near, rows, columns)
-    return near, far
-
-
-def resize(fd: int, rows: int, columns: int) -> None:
-    """Sets the size of a terminal, of which the programs in it hear."""
-    import fcntl
-    import termios
-
-    fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
 
 def confine(config: Header) -> None:

@@ -308,7 +308,6 @@ def hardening(limits: Limits) -> dict[str, Any]:
         "memswap_limit": limits.memory_bytes,
         "nano_cpus": int(limits.cpus * 1e9),
         "shm_size": limits.tmpfs_bytes,
-        "init": True,
         "log_config": docker.types.LogConfig(type="none"),
         "ulimits": list(_ulimits(limits)),
         "environment": {},

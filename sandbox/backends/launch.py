@@ -12,7 +12,7 @@ import fcntl
 import os
 import signal
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 from sandbox.errors import InfrastructureError
@@ -35,7 +35,7 @@ class Launch:
         self._loop.add_reader(self._pidfd, self._reap)
 
     @classmethod
-    def fork(cls, command: Sequence[str], env: Mapping[str, str], enter: Callable[[], None]) -> Launch:
+    def fork(cls, command: list[str], env: Mapping[str, str], enter: Callable[[], None]) -> Launch:
         """Forks a child that calls `enter` and executes a command, which waits at its `GATE`.
 
         Args:
@@ -125,7 +125,7 @@ def _become(
     channel: int,
     gate: int,
     say: int,
-    command: Sequence[str],
+    command: list[str],
     env: Mapping[str, str],
     enter: Callable[[], None],
 ) -> NoReturn:
