@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from rl.launch.roots import check_roots
 from rl.launch.sandbox_cli import add_sandbox
+from rl.launch.serve_cli import add_serve
 
 _WELCOME = """\
 First steps:
@@ -24,6 +25,7 @@ First steps:
   temper train experiment=calc               train a small agent to use a calculator (minutes, no GPU)
   temper train experiment=calc --dry-run     what that would do
   temper run list                            your runs
+  temper serve RUN                           its policy, for OpenAI's clients
   temper env init my-task                    a new environment of your own, as one file
 """
 _TRAIN = """\
@@ -62,6 +64,7 @@ def parser() -> Parser:
     _add_run(commands)
     _add_env(commands)
     add_sandbox(commands, Parser)
+    add_serve(commands)
     doctor = commands.add_parser(
         "doctor", help="look at this machine: what is there, what is missing, how to get it"
     )
