@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from rl.launch.eval_cli import add_eval
+from rl.launch.merge_cli import add_merge
 from rl.launch.roots import check_roots
 from rl.launch.sandbox_cli import add_sandbox
 
@@ -61,7 +62,8 @@ def parser() -> Parser:
     top.add_argument("--version", action="version", version=f"temper {_version()}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
     _add_train(commands)
-    add_eval(commands, Parser)
+    add_eval(commands)
+    add_merge(commands)
     _add_run(commands)
     _add_env(commands)
     add_sandbox(commands, Parser)

@@ -22,7 +22,7 @@ class UsageError(ValueError):
     """A command line of `temper eval` that makes no sense: what to write."""
 
 
-def add_eval(commands: Any, parser_class: type[argparse.ArgumentParser]) -> None:
+def add_eval(commands: Any) -> None:
     """Adds `temper eval` to the commands."""
     command = commands.add_parser(
         "eval",
