@@ -49,7 +49,7 @@ def hopeless(split: str, seed: int, fails: bool = True) -> Iterator[Task]:
 
 
 @hopeless.reward
-def broken(task: Task, trajectory: object) -> float:
+async def broken(task: Task, trajectory: object) -> float:
     if task.private["fails"]:
         raise RuntimeError("the judge is away")
     return 1.0
