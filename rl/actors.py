@@ -1,7 +1,7 @@
 """Processes: each side of a run is a plain object, opened in a Ray actor or in this very process.
 
-A process that dies is noticed by its next call, which raises; who called decides what becomes of its work. One
-that is told to end (SIGTERM, or `preempt`) closes its object first, which stops at a token boundary.
+A process that dies is noticed by its next call, which raises; who called decides what becomes of its work.
+One that is told to end (SIGTERM, or `preempt`) closes its object first, which stops at a token boundary.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PING_S = 10.0
 
 
 class Host:
-    """Holds the object that a context manager opens, and calls its methods by name (`part.method` of a part)."""
+    """Holds the object that a context manager opens, and calls its methods, or its parts' (`part.method`)."""
 
     def __init__(self) -> None:
         self._stack = AsyncExitStack()
@@ -57,6 +57,7 @@ class ActorHost:
     """A host in a process of its own: its event loop runs in one thread, calls wait for it in others.
 
     So the main thread is free for SIGTERM, a preemption notice: the object is closed, then the process ends.
+    (Ray runs a class with a coroutine among its methods in another thread than the main one: this has none.)
     """
 
     def __init__(self, log_file: str) -> None:
@@ -92,15 +93,16 @@ class ActorHost:
 
     def _notice(self) -> None:
         if self._leaving is None:
-            self._leaving = self._loop.create_task(self._leave())
+            self._leaving = self._loop.create_task(_leave(self._host))
 
-    async def _leave(self) -> None:
-        try:
-            await self._host.stop()
-        except Exception:
-            logging.exception("the end after a preemption notice was not clean")
-        finally:
-            os._exit(0)  # an orderly end would wait for calls that wait for samples
+
+async def _leave(host: Host) -> None:
+    try:
+        await host.stop()
+    except Exception:
+        logging.exception("the end after a preemption notice was not clean")
+    finally:
+        os._exit(0)  # an orderly end would wait for calls that wait for samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +228,9 @@ class Cluster:
 
 
 def _cause(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines()]
-    detail = next((line for line in lines if "exit type" in line or "exit_detail" in line.lower()), lines[0])
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    last = lines[-1] if "creation task" in lines[0] else lines[0]
+    detail = next((line for line in lines if "exit type" in line), last)
     return detail.partition("Some common causes")[0].rstrip(" .,")[:300]
 
 

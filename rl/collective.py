@@ -1,8 +1,8 @@
-"""Weights by a collective: one broadcast from the learner to all engines, NCCL between GPUs, Gloo between CPUs.
+"""Weights by a collective: one broadcast from the learner to all engines, by NCCL between GPUs, else by Gloo.
 
-A broadcast has no bound of its own and hangs when a member is gone, so it runs in a thread under a deadline, in
-a group that is met anew whenever a member was replaced. Groups are objects: no global process group is made,
-which a trainer of several processes keeps for itself.
+A broadcast has no bound of its own and hangs when a member is gone, so it runs in a thread under a deadline,
+in a group that is met anew whenever a member was replaced. Groups are objects: no global process group is
+made, which a trainer of several processes keeps for itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Training and generation in one process on the same weights: they take turns, and training goes first.
 
-When a batch is ready, training preempts the rollouts at a token boundary; tools that run meanwhile run on. The
-engine's policy shares its tensors with the trainer's, so an update moves no bytes: the engine only learns the
-new version, before it goes on. It goes on whatever becomes of the step.
+When a batch is ready, training preempts the rollouts at a token boundary; tools that run meanwhile run on.
+The engine's policy shares its tensors with the trainer's, so an update moves no bytes: the engine only learns
+the new version, before it goes on. It goes on whatever becomes of the step.
 """
 
 from __future__ import annotations

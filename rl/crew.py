@@ -1,4 +1,4 @@
-"""The processes of a run while they work together: opened at once, replaced one by one, closed in any case."""
+"""The processes of a run at work together: opened at once, replaced one by one, closed in any case."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ async def drive(config: RunConfig, folder: RunFolder, watch: Watch, *, ray_actor
 
     With `ray_actors` False both sides run in this process, one after the other.
 
-    When a generator dies, a successor takes over its samples; when the learner dies, all processes start again
-    from the newest checkpoint, and the run goes on.
+    When a generator dies, a successor takes over its samples; when the learner dies, all processes start
+    again from the newest checkpoint, and the run goes on.
 
     Raises:
         SandboxError: No sandbox is to be had.

@@ -1,7 +1,7 @@
 """Where processes run: bundles of resources, checked against the cluster before anything waits for them.
 
-A placement group that does not fit hangs without a word. So a preflight places the bundles on paper first, and
-what cannot be placed is an error that names the bundle, what it needs, and what every node has free.
+A placement group that does not fit hangs without a word. So a preflight places the bundles on paper first,
+and what cannot be placed is an error that names the bundle, what it needs, and what every node has free.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ def _unplaced(
     left = "; ".join(str(Node(node.name, rest)) for node, rest in zip(nodes, free, strict=True)) or "none"
     apart = " on a node of its own (launcher.strategy=strict_spread)" if strategy == "strict_spread" else ""
     return (
-        f"the cluster has no room for bundle {i}: {bundles[i]}{apart}. Placed before it: {placed}. Left on the "
-        f"nodes: {left}. Add nodes, or ask for less: launcher.replicas, launcher.learner_cpus, "
+        f"the cluster has no room for bundle {i}: {bundles[i]}{apart}. Placed before it: {placed}. Left on "
+        f"the nodes: {left}. Add nodes, or ask for less: launcher.replicas, launcher.learner_cpus, "
         "launcher.replica_cpus, launcher.learner_gpus, launcher.replica_gpus"
     )
 

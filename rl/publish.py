@@ -1,4 +1,4 @@
-"""One update of the weights as the driver sees it: pack, transfer, swap, under a deadline, and what it took."""
+"""One update of the weights as the driver sees it: pack, transfer, swap, all under a deadline."""
 
 from __future__ import annotations
 
@@ -74,11 +74,10 @@ class Publisher:
         while len(failures) < _ATTEMPTS:
             try:
                 await self._meet()
-                parcel = await self._learner.refer("outbox.parcel")
                 sending = asyncio.ensure_future(self._learner.call("outbox.deliver", self._deadline_s))
-                found = await self._replicas.each(lambda replica: self._receive(replica, parcel))
+                reports = await self._hand_out()
                 await sending
-                return [report for report in found if report is not None]
+                return reports
             except TransferError as error:
                 self._members = []
                 failures.append(str(error))
@@ -119,6 +118,6 @@ class Publisher:
                 return await work
         except TimeoutError:
             raise TransferTimeoutError(
-                f"the learner did not end {doing} (the weights to publish) within {self._deadline_s:g} s: see "
-                "its log, or raise launcher.weights_deadline_s"
+                f"the learner did not end {doing} (the weights to publish) within {self._deadline_s:g} s: "
+                "see its log, or raise launcher.weights_deadline_s"
             ) from None

@@ -1,7 +1,7 @@
-"""Ray for one run: a private cluster of this machine that ends with the driver, or another by explicit address.
+"""Ray for one run: a private cluster on this machine that ends with the driver, or one by explicit address.
 
-A private cluster has no dashboard and reports no usage. In either the run has a namespace of its own, and only
-an explicit address joins: neither an environment variable nor a cluster that happens to run here.
+A private cluster has no dashboard and reports no usage. In either the run has a namespace of its own, and
+only an explicit address joins: neither an environment variable nor a cluster that happens to run here.
 """
 
 from __future__ import annotations

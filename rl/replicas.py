@@ -146,7 +146,7 @@ class Replicas:
         await self._all("consumed", list(keys))
 
     async def stats(self) -> dict[str, float]:
-        """Counters of all replicas: sums, but the worst loop lag and the mean of shares and of busy seconds."""
+        """Counters of all replicas: sums, but the worst lag and the mean of shares and of busy seconds."""
         parts: list[dict[str, float]] = await self._all("stats")
         merged = {name: [p[name] for p in parts if name in p] for name in {n for p in parts for n in p}}
         totals = {name: _total(name, values) for name, values in sorted(merged.items())}
@@ -163,7 +163,7 @@ class Replicas:
         return [text for part in await self._all("alarms") for text in part]
 
     async def each(self, ask: Callable[[Replica], Awaitable[Any]]) -> list[Any]:
-        """Asks every replica; one that dies of it is replaced first, and its successor is prepared, not asked.
+        """Asks every replica; one that dies of it is replaced: its successor is prepared, not asked.
 
         Its place in the answer is None.
         """

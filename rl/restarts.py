@@ -34,8 +34,8 @@ class Restarts:
         self._deaths[role] += 1
         if self._deaths[role] > self._limit:
             raise RestartsExhaustedError(
-                f"the {role} died {self._deaths[role]} times without progress between ({death}); its log says "
-                "why. launcher.restarts sets how many deaths are made good; what was sampled is safe: resume "
-                "the run when the cause is gone"
+                f"the {role} died {self._deaths[role]} times without progress between ({death}); its log "
+                "says why. launcher.restarts sets how many deaths are made good; what was sampled is safe: "
+                "resume the run when the cause is gone"
             ) from death
         self.total += 1

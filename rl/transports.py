@@ -1,8 +1,8 @@
 """Ways for weights from the learner's process to the engines': an interface and its media.
 
 A transfer has two ends. The learner's `Outbox` packs one version into a parcel, a small description of where
-the bytes are (or the bytes themselves); an engine's `Inbox` opens it, checks it, and swaps the weights between
-two tokens. The engine samples on while bytes travel: only the swap is a pause.
+the bytes are (or the bytes themselves); an engine's `Inbox` opens it, checks it, and swaps the weights
+between two tokens. The engine samples on while bytes travel: only the swap is a pause.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
+import psutil
 from torch import Tensor
 
 from rl.weights import TensorEntry, TransferError, WeightSnapshot
@@ -221,7 +222,9 @@ class _MemoryFile:
     """So many bytes of memory with a file descriptor; both go when the object goes."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
+        self.size, self.descriptor = size, -1
+        if size > (free := psutil.virtual_memory().available):
+            raise _no_memory(size, f"{free / 1e9:.2f} GB are free")
         self.descriptor = os.memfd_create("tempering-weights")
         try:
             os.posix_fallocate(self.descriptor, 0, max(size, 1))
@@ -229,11 +232,15 @@ class _MemoryFile:
         except (OSError, ValueError) as error:
             os.close(self.descriptor)
             self.descriptor = -1
-            raise TransferError(
-                f"there is no memory for {size / 1e9:.2f} GB of weights to publish ({error}): free memory on "
-                "the learner's host"
-            ) from error
+            raise _no_memory(size, str(error)) from error
 
     def __del__(self) -> None:
         if self.descriptor >= 0:
             os.close(self.descriptor)
+
+
+def _no_memory(size: int, why: str) -> TransferError:
+    return TransferError(
+        f"there is no memory for {size / 1e9:.2f} GB of weights to publish ({why}): free memory on the "
+        "learner's host"
+    )

@@ -51,7 +51,7 @@ class WeightSnapshot:
     def pack(
         cls, tensors: Mapping[str, torch.Tensor], version: int, out: Callable[[int], np.ndarray] | None = None
     ) -> WeightSnapshot:
-        """Copies `tensors` (any device) into one host buffer: `out` of its size in bytes, else a fresh one."""
+        """Copies `tensors` (any device) into one host buffer: `out` of its size in bytes, else a new one."""
         entries: list[TensorEntry] = []
         offset = 0
         for name, tensor in tensors.items():

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from model.config import PolicyConfig
 from rewards.length import LengthPenaltyConfig
 from rl.algorithms.config import AlgorithmConfig
+from rl.engines.prefixes import PrefixSizes, Tier
 from rl.rollout.config import RolloutConfig
 from rl.trainers.rl import RLConfig
 from rl.trainers.sft import SFTConfig
@@ -101,6 +102,9 @@ class EngineSection(Section):
             need. When they run out, requests wait and lose nothing.
         replay: how much of a prompt runs through the decoder: all (off), its last window (bounded), or all
             that its last window depends on (exact).
+        prefix_store: where beginnings of histories are kept for later requests: nowhere (off), in
+            memory, or in memory and on disk. Needs engine.storage=packed.
+        prefix: its sizes.
         scales_every: in every so many-th forward pass block scales at their limits are counted
             (`quant/rollout/...`); 0 never counts.
     """
@@ -117,10 +121,17 @@ class EngineSection(Section):
     storage: Literal["dense", "packed"] = "dense"
     pages: int | None = Field(default=None, ge=1)
     replay: Literal["off", "bounded", "exact"] = "off"
+    prefix_store: Tier = "off"
+    prefix: PrefixSizes = PrefixSizes()
     scales_every: int = Field(default=200, ge=0)
 
     @model_validator(mode="after")
     def _pages_are_packed(self) -> Self:
+        if self.prefix_store != "off" and self.storage != "packed":
+            raise ValueError(
+                f"engine.prefix_store={self.prefix_store} keeps packed pages: set engine.storage=packed, or "
+                "engine.prefix_store=off"
+            )
         if self.pages is not None and self.storage != "packed":
             raise ValueError(
                 f"engine.pages={self.pages} belongs to packed caches: set engine.storage=packed, or leave it "
@@ -175,7 +186,7 @@ class Launcher(Section):
         replicas: generator processes; samples go to the least loaded. A resumed run keeps its number.
         prefill_replicas: engines that compute prompts for the generators, which then only decode; 0: each
             generator computes its own.
-        restarts: how often a process may die without progress between; it is replaced and its samples go on.
+        restarts: how often a process may die without progress between; a successor goes on with its samples.
         weights: how they travel: `shared_memory` within one host, `object_store` or `collective` (NCCL
             between GPUs, Gloo between CPUs) between hosts.
         weights_deadline_s: a generator that takes weights no faster is replaced.
@@ -206,9 +217,9 @@ class Launcher(Section):
     def _fits_together(self) -> Self:
         if self.placement == "colocated" and (self.replicas > 1 or self.prefill_replicas):
             raise ValueError(
-                f"launcher.placement=colocated runs training and generation in one process; with "
-                f"launcher.replicas={self.replicas} and launcher.prefill_replicas={self.prefill_replicas} set "
-                "launcher.placement=split"
+                f"launcher.placement=colocated is one process that trains and generates; with "
+                f"launcher.replicas={self.replicas} and launcher.prefill_replicas={self.prefill_replicas} "
+                "set launcher.placement=split"
             )
         if not (self.learner_cpus or self.learner_gpus) or not (self.replica_cpus or self.replica_gpus):
             raise ValueError(
@@ -265,9 +276,9 @@ class RunConfig(Section):
             )
         if self.model.exact and self.rollout.kv_on_update == "keep" and self.rollout.staleness:
             raise ValueError(
-                "model.exact=true promises the trainer's numbers to the last bit, and rollout.kv_on_update=keep "
-                "goes on with keys that earlier weights computed; set rollout.kv_on_update=recompute (or "
-                "rollout.staleness=0, which updates nothing in flight)"
+                "model.exact=true promises the trainer's numbers to the last bit, and "
+                "rollout.kv_on_update=keep goes on with keys that earlier weights computed; set "
+                "rollout.kv_on_update=recompute (or rollout.staleness=0, which updates nothing in flight)"
             )
         if self.run.resume and self.run.clean:
             raise ValueError("run.resume and run.clean exclude each other; give one of them")
