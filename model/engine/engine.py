@@ -274,7 +274,7 @@ class Engine:
         self.set_version(version, caches=caches)
 
     def set_version(self, version: int, *, caches: Keep = "keep") -> None:
-        """Says that the weights are another version now: somebody changed the policy's own tensors in place."""
+        """Says that the weights are another version now: the policy's own tensors were changed in place."""
         _check_keep(caches)
         self.version = version
         if self._store is not None:
