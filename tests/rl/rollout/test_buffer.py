@@ -18,7 +18,7 @@ from envs.types import (
 )
 from rewards.length import LengthPenaltyConfig
 from rl.rollout.buffer import Buffer, BufferError
-from rl.rollout.config import RolloutConfig
+from rl.rollout.config import FilterConfig, RolloutConfig
 
 TASK = Task("t", (Message(Role.USER, "1+1"),), {"sum": 2})
 
@@ -85,7 +85,7 @@ def test_seven_of_eight_members_failing_drops_the_group() -> None:
 
 def test_groups_without_variance_are_counted_and_dropped_only_when_asked() -> None:
     for asked in (False, True):
-        b = buffer(drop_zero_variance=asked)
+        b = buffer(filter=FilterConfig() if asked else None)
         for group, rewards in enumerate([(1.0, 1.0), (0.0, 0.0), (1.0, 0.0)]):
             for index, reward in enumerate(rewards):
                 b.add(trajectory(group, index, reward))
@@ -95,7 +95,7 @@ def test_groups_without_variance_are_counted_and_dropped_only_when_asked() -> No
 
 
 def test_the_filter_looks_at_the_outcome_not_at_the_length_penalty() -> None:
-    b = buffer(drop_zero_variance=True)
+    b = buffer(filter=FilterConfig())
     b.add(trajectory(0, 0, 0.9, outcome=1.0, length=-0.1))
     b.add(trajectory(0, 1, 0.8, outcome=1.0, length=-0.2))
     assert [drop.reason for drop in b.take_dropped()] == ["zero_variance"]
@@ -154,14 +154,14 @@ def test_unannounced_and_doubled_members_are_refused() -> None:
 
 
 def test_state_comes_back_through_json() -> None:
-    b = buffer(groups_per_step=1, drop_zero_variance=True)
+    b = buffer(groups_per_step=1, filter=FilterConfig())
     for index, reward in enumerate([1.0, 0.0]):
         b.add(trajectory(0, index, reward))
     for index in range(2):
         b.add(trajectory(1, index))
     b.add(trajectory(2, 1, None))
     state = json.loads(json.dumps(b.state_dict()))
-    back = buffer(groups=0, groups_per_step=1, drop_zero_variance=True)
+    back = buffer(groups=0, groups_per_step=1, filter=FilterConfig())
     back.load_state_dict(state)
     back.open(2, TASK, 50, "loop", 2)
     assert back.state_dict() == b.state_dict()
