@@ -151,7 +151,8 @@ class Buffer:
         taken = self._next(version)
         if len(taken) < self._config.groups_per_step:
             return None
-        self._ready = [group for group in self._ready if group not in taken]
+        leaving = {group.id for group in taken}
+        self._ready = [group for group in self._ready if group.id not in leaving]
         self._filtered = 0
         groups = tuple(self._with_length(group, version) for group in taken)
         masked = sum(count_older(group.trajectories, oldest) for group in groups)

@@ -13,7 +13,7 @@ class RolloutConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilterConfig:
-    """Which complete groups are worth a place in a batch (dynamic sampling), by the outcomes of their members.
+    """Which complete groups are worth a place in a batch (dynamic sampling), by their outcomes.
 
     A group is dropped when all its outcomes are equal (`zero_variance`), or when their mean lies below
     `min_outcome` or above `max_outcome`. For one optimiser step at most `attempts` x groups_per_step groups
@@ -121,8 +121,8 @@ class RolloutConfig:
         self._require("stale", self.stale in ("mask", "drop"), "'mask' or 'drop'")
         if self.hold_back_steps and self.staleness == 0:
             raise RolloutConfigError(
-                f"rollout.hold_back_steps={self.hold_back_steps} has no effect under rollout.staleness=0, where "
-                "every step waits for all of its groups; leave it out, or allow staleness"
+                f"rollout.hold_back_steps={self.hold_back_steps} has no effect under rollout.staleness=0, "
+                "where every step waits for all of its groups; leave it out, or allow staleness"
             )
 
     @property

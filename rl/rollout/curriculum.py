@@ -78,8 +78,8 @@ def load_curriculum(name: str) -> Curriculum:
         found = CURRICULA.resolve(name)
     if not callable(found) or len(inspect.signature(found).parameters) != 1:
         raise CurriculumError(
-            f"rollout.curriculum.function={name} leads to {found!r}; it must be a function of one argument, the "
-            "list of TaskRate, that returns a weight for each or the id of a task"
+            f"rollout.curriculum.function={name} leads to {found!r}; it must be a function of one argument, "
+            "the list of TaskRate, that returns a weight for each or the id of a task"
         )
     return cast(Curriculum, found)
 
@@ -152,17 +152,9 @@ class CurriculumStream:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` gave.
-
-        Raises:
-            CurriculumError: A task of it is not in the pool.
-        """
-        for entry in state["rates"]:
-            rate = TaskRate(**entry)
-            if rate.task in self.rates:
-                self.rates[rate.task] = rate
-        for index, task in state["chosen"]:
-            self.pin(index * len(self._efforts), task)
+        """Restores what `state_dict` gave, to a pool with the same tasks."""
+        self.rates.update((entry["task"], TaskRate(**entry)) for entry in state["rates"])
+        self._chosen = dict(state["chosen"])
         self._ended = dict(state["ended"])
 
     def _next(self, index: int) -> str:

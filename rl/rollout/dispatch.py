@@ -3,11 +3,11 @@
 Dispatch is sample-level. A counter of finished samples, whatever their group, starts at `max_in_flight`;
 when it reaches the group size of the next prompt, that prompt starts and the counter falls by it. So
 concurrency stays flat and no prompt waits for the slowest member of another. Staleness is bounded where
-work begins: with the policy at version v, at most (v + staleness + 1) x groups_per_step groups (and a filter's
-surplus) may be accepted or running, so nothing is sampled only to be thrown away as too old. Dropped groups
-free their place. Group g always gets number g, so that a task stream indexed by it repeats its order after a
-resume. A group whose environment is full or rests is put off while others go on, at most `groups_per_step` of
-them: then everything waits, so that a mixture keeps its shares.
+work begins: with the policy at version v, at most (v + staleness + 1) x groups_per_step groups (and a
+filter's surplus) may be accepted or running, so nothing is sampled only to be thrown away as too old. Dropped
+groups free their place. Group g always gets number g, so that a task stream indexed by it repeats its order
+after a resume. A group whose environment is full or rests is put off while others go on, at most
+`groups_per_step` of them: then everything waits, so that a mixture keeps its shares.
 """
 
 from __future__ import annotations
@@ -353,8 +353,8 @@ class Dispatcher:
         breaker = self._breaker(environment)
         if breaker.failed(now):
             self._news.append(
-                f"environment {environment} failed {breaker.in_a_row} times in a row, last with {failure}: its "
-                f"circuit breaker is open, nothing starts there for {self._config.breaker_rest_s:g} s"
+                f"environment {environment} failed {breaker.in_a_row} times in a row, last with {failure}: "
+                f"its circuit breaker is open, nothing starts there for {self._config.breaker_rest_s:g} s"
             )
 
     def _breaker(self, environment: str) -> CircuitBreaker:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, count, islice
 from typing import Any, Protocol, TypeVar
 
 from envs.types import Group, Task, TrajectoryKey
@@ -63,9 +64,7 @@ class Interleave:
 
     def _append(self) -> None:
         places = len(self._who) + 1
-        behind = [
-            share * places - count for share, count in zip(self._shares, self._counts, strict=True)
-        ]
+        behind = [share * places - count for share, count in zip(self._shares, self._counts, strict=True)]
         who = max(range(len(behind)), key=behind.__getitem__)
         self._who.append(who)
         self._number.append(self._counts[who])
@@ -84,6 +83,11 @@ class MixedStream:
         assert set(sources) == set(shares), "every environment has a share"
         self._sources = dict(sources)
         self._order = Interleave(shares)
+
+    @property
+    def environments(self) -> list[str]:
+        """The names of all environments, sorted."""
+        return self._order.names
 
     def environment(self, group: int) -> str:
         """Returns the environment that group number `group` belongs to."""
@@ -110,18 +114,22 @@ class MixedStream:
         return {name: source.state_dict() for name, source in self._sources.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` gave; an environment that is new in the mixture starts from nothing."""
-        for name in set(state) & set(self._sources):
-            self._sources[name].load_state_dict(state[name])
+        """Restores what `state_dict` gave."""
+        for name, source in self._sources.items():
+            source.load_state_dict(state[name])
 
 
 def interleaved(parts: Mapping[str, Iterator[T]], shares: Mapping[str, float]) -> Iterator[T]:
-    """Yields items of endless `parts` in the order of their shares, until one of them ends."""
-    order, place = Interleave({name: shares[name] for name in parts}), 0
-    while parts:
-        name, _ = order.at(place)
-        try:
-            yield next(parts[name])
-        except StopIteration:
+    """Yields items in the order of their parts' shares, until a part ends; empty parts are left out."""
+    found: dict[str, Iterator[T]] = {}
+    for name, items in parts.items():
+        for first in items:
+            found[name] = chain([first], items)
+            break
+    order = Interleave({name: shares[name] for name in found})
+    for place in count() if found else ():
+        for item in islice(found[order.at(place)[0]], 1):
+            yield item
+            break
+        else:
             return
-        place += 1

@@ -169,3 +169,59 @@ def test_state_comes_back_through_json() -> None:
     assert [drop.id for drop in back.take_dropped()] == [1]
     back.add(trajectory(2, 0))
     assert [drop.reason for drop in back.take_dropped()] == ["too_few_valid"]
+
+
+def add(b: Buffer, group: int, *rewards: float) -> None:
+    for index, reward in enumerate(rewards):
+        b.add(trajectory(group, index, reward))
+
+
+def test_groups_outside_the_wanted_outcomes_are_dropped_with_the_reason() -> None:
+    b = buffer(groups=4, filter=FilterConfig(zero_variance=False, min_outcome=0.3, max_outcome=0.8))
+    for group, rewards in enumerate([(0.0, 0.5), (1.0, 1.0), (1.0, 0.0), (0.5, 0.5)]):
+        add(b, group, *rewards)
+    assert [(drop.id, drop.reason) for drop in b.take_dropped()] == [(0, "outcome_low"), (1, "outcome_high")]
+    assert ids(b) == [2]
+    assert ids(b) == [3]
+
+
+def test_a_filter_gives_up_after_its_attempts_so_that_a_step_comes() -> None:
+    b = buffer(groups=8, groups_per_step=2, filter=FilterConfig(attempts=2))
+    for group in range(6):
+        add(b, group, 1.0, 1.0)
+    assert [drop.id for drop in b.take_dropped()] == [0, 1, 2, 3]
+    assert b.counts["filter_exhausted"] == 2
+    back = buffer(groups=0, groups_per_step=2, filter=FilterConfig(attempts=2))
+    back.load_state_dict(json.loads(json.dumps(b.state_dict())))
+    assert ids(back) == [4, 5]
+    add(back, 6, 0.0, 0.0)
+    assert [drop.id for drop in back.take_dropped()] == [6]
+
+
+def test_early_short_samples_are_held_back_until_those_that_began_with_them_have_ended() -> None:
+    b = buffer(groups=5, groups_per_step=2, staleness=4, hold_back_steps=1)
+    for group in (2, 3, 1):
+        add(b, group, 1.0, 0.0)
+    assert b.take(0) is None
+    add(b, 0, 1.0, 0.0)
+    assert ids(b) == [0, 1]
+    assert ids(b, version=1) == [2, 3]
+
+
+def test_held_back_batches_do_not_wait_for_a_group_that_was_dropped() -> None:
+    b = buffer(groups=3, groups_per_step=2, staleness=4, hold_back_steps=1, filter=FilterConfig())
+    add(b, 2, 1.0, 0.0)
+    add(b, 0, 1.0, 1.0)
+    assert b.take(0) is None
+    add(b, 1, 1.0, 0.0)
+    assert ids(b) == [1, 2]
+
+
+def test_a_state_of_the_format_before_is_read() -> None:
+    b = buffer()
+    add(b, 0, 1.0, 0.0)
+    state = {**b.state_dict(), "format": 1}
+    del state["filtered"]
+    back = buffer(groups=0)
+    back.load_state_dict(state)
+    assert ids(back) == [0]
