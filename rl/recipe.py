@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any, Protocol
 
 from envs.types import Task, Trajectory, TrajectoryKey
@@ -183,10 +183,7 @@ class Recipe:
     def _eval_tasks(self) -> list[tuple[str, Task]]:
         """The evaluation's tasks with their environments: `eval.tasks` in all, by the mixture's shares."""
         environments, split = load_environments(self.config), self.config.env.eval_split
-        parts = {
-            name: ((name, task) for task in env.tasks(split, _EVAL_SEED))
-            for name, env in environments.items()
-        }
+        parts = {name: zip(repeat(name), env.tasks(split, _EVAL_SEED)) for name, env in environments.items()}
         return list(islice(interleaved(parts, shares(self.config, environments)), self.config.eval.tasks))
 
     def _by_environment(self, trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:

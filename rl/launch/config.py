@@ -142,7 +142,7 @@ class Env(Section):
 
 
 def _stem(name: str) -> str:
-    """The last part of an environment's name: `sums` of `path/to/file.py:sums`, `file` of `path/to/file.py`."""
+    """The last part of an environment's name: `sums` of `path/to/file.py:sums`, else `file`."""
     return Path(name.split(".py:")[-1]).stem
 
 
