@@ -20,6 +20,8 @@ from rl.environments import open_workers
 from rl.launch.config import RunConfig
 from rl.rollout.generator import Generator
 from rl.rollout.wal import TokenLog
+from rl.serve.agents import AgentDoor
+from rl.serve.taps import Taps
 
 
 def policy(config: RunConfig) -> Policy:
@@ -72,11 +74,13 @@ async def open_generator(
     )
     async with AsyncExitStack() as stack:
         store = stack.enter_context(prefixes)
+        taps = Taps(log.on_step)
+        served = await stack.enter_async_context(AsyncExitStack())  # ends after the samples
         engine = NativeEngine(
             net,
             max_requests=config.engine.max_requests,
             max_tokens=config.engine.max_tokens,
-            on_step=log.on_step,
+            on_step=taps.on_step,
             caches=config.engine.kv_on_update,
             speculate=speculation(config),
             storage=config.engine.storage,
@@ -84,7 +88,10 @@ async def open_generator(
             replay=config.engine.replay,
             prefix_store=store,
         )
-        workers = await open_workers(config, engine, chat, log, stack, fleet_state=fleet_state, owner=owner)
+        door = AgentDoor(engine, taps, chat, rollout.max_total_tokens, served)
+        workers = await open_workers(
+            config, engine, chat, log, stack, fleet_state=fleet_state, owner=owner, door=door
+        )
         every = config.engine.scales_every
         scales = ScaleMonitor(net, every) if every else None
         generator = Generator(workers, engine, log, rollout, scales)

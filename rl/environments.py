@@ -16,6 +16,7 @@ from rl.engines.base import Engine
 from rl.launch.config import RunConfig
 from rl.rollout.curriculum import CurriculumStream, load_curriculum
 from rl.rollout.dispatch import GroupPlan
+from rl.rollout.episode import Door
 from rl.rollout.latency import Delays
 from rl.rollout.mixture import MixedStream, Source, interleaved
 from rl.rollout.sandboxes import FleetSandboxes
@@ -99,6 +100,7 @@ async def open_workers(
     *,
     fleet_state: Path,
     owner: str,
+    door: Door | None = None,
 ) -> dict[tuple[str, str], Worker]:
     """Returns a worker for each environment, by (environment, scaffold); `stack` closes what they hold.
 
@@ -116,7 +118,7 @@ async def open_workers(
     latency = config.env.latency
     delays = None if latency is None else Delays(latency, config.run.seed)
     return {
-        (name, config.scaffold.name): _worker(config, env, engine, chat, log, fleet, delays)
+        (name, config.scaffold.name): _worker(config, env, engine, chat, log, fleet, delays, door)
         for name, env in environments.items()
     }
 
@@ -129,6 +131,7 @@ def _worker(
     log: TokenLog,
     fleet: Fleet | None,
     delays: Delays | None,
+    door: Door | None,
 ) -> Worker:
     rollout, sandboxes = config.rollout, None
     if fleet is not None and env.sandbox is not None:
@@ -145,4 +148,5 @@ def _worker(
         rollout,
         max_turns=config.scaffold.max_turns,
         delays=delays,
+        door=door,
     )

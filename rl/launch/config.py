@@ -136,6 +136,12 @@ class Env(Section):
         return "+".join(sorted(self.mixture)) if self.mixture else _stem(self.name)
 
     @property
+    def named(self) -> dict[str, dict[str, Any]]:
+        """The options of every environment by its registered name or file path."""
+        members = {member.name or label: member.options for label, member in self.mixture.items()}
+        return members or {self.name: self.options}
+
+    @property
     def caps(self) -> dict[str, int]:
         """Bounds on samples in flight, by member."""
         return {k: m.max_in_flight for k, m in self.mixture.items() if m.max_in_flight is not None}

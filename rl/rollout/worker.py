@@ -28,7 +28,7 @@ from model.chat import ChatFormat
 from rl.engines.base import Engine
 from rl.rollout.assignment import Assignment, Purpose
 from rl.rollout.config import RolloutConfig, RolloutConfigError
-from rl.rollout.episode import EpisodeRun, Surroundings
+from rl.rollout.episode import Door, EpisodeRun, Surroundings
 from rl.rollout.faults import EpisodeEnded, Fault, boundary
 from rl.rollout.latency import Delays
 from rl.rollout.sandboxes import Sandboxes
@@ -61,6 +61,7 @@ class Worker:
         config: Limits.
         max_turns: Overrides the environment's.
         delays: What every tool call waits for on top; None adds nothing.
+        door: Opens the model to agent programs (scaffold=external).
 
     Raises:
         RolloutConfigError: The environment needs a sandbox and there is none.
@@ -79,6 +80,7 @@ class Worker:
         *,
         max_turns: int | None = None,
         delays: Delays | None = None,
+        door: Door | None = None,
     ) -> None:
         if env.sandbox is not None and sandboxes is None:
             raise RolloutConfigError(
@@ -90,7 +92,9 @@ class Worker:
         self._reward: Reward = reward if reward is not None else env.score
         needed = sandboxes if env.sandbox is not None else None
         turns = max_turns or env.max_turns
-        self._logged = Surroundings(env, engine, chat, needed, log, turns, config.max_total_tokens, delays)
+        self._logged = Surroundings(
+            env, engine, chat, needed, log, turns, config.max_total_tokens, delays, door
+        )
         self._unlogged = replace(self._logged, log=None)
 
     async def run(self, assignment: Assignment, recovered: LoggedSample | None = None) -> Trajectory:
@@ -158,6 +162,10 @@ class Worker:
                 stop = await self.scaffold.run(episode)
         except EpisodeEnded as ended:
             stop = ended.stop
+        except Fault:  # of an agent program, perhaps only because it was told of the episode's end
+            if not (episode.ended or episode.fault or episode.interruption):
+                raise
+            stop = StopReason.ERROR
         if cause := episode.fault or episode.interruption:
             raise cause
         return episode.ended or stop
