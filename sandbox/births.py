@@ -36,7 +36,9 @@ NODE, BOOT, POOL = "tempering.node", "tempering.boot", "tempering.pool"
 """Labels of all that a backend starts: the node's state folder, its run, and the warm pool, if any."""
 
 _START_TIMEOUT_S, _LOOK_S = 60.0, 0.02
-_AHEAD_S = 10.0
+_AHEAD_S = 5.0
+"""How long a prepared start waits for a sandbox to be asked for."""
+
 _LOG = logging.getLogger("sandbox.node")
 _FIRST: dict[str, Any] = {
     "op": "exec", "argv": ["/bin/sh", "-c", ":"], "env": {}, "cwd": "/", "timeout_s": 10.0, "limit": 1024,
