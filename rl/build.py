@@ -83,6 +83,7 @@ async def open_generator(
         storage=config.engine.storage,
         pages=config.engine.pages,
         replay=config.engine.replay,
+        capture=config.trainer.replay_choices != "off",
     )
     async with AsyncExitStack() as stack:
         sandboxes = None

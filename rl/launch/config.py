@@ -215,12 +215,6 @@ class RunConfig(Section):
                 f"{self.engine.temperature} differ: the trainer would compare with another distribution; set "
                 "engine.temperature only, the other follows"
             )
-        if self.trainer.steps and (self.engine.top_p < 1 or self.engine.top_k):
-            raise ValueError(
-                f"engine.top_p={self.engine.top_p} and engine.top_k={self.engine.top_k} cut the distribution "
-                "that is sampled from, and the trainer does not know the cut; train with engine.top_p=1 "
-                "engine.top_k=0"
-            )
         if self.run.resume and self.run.clean:
             raise ValueError("run.resume and run.clean exclude each other; give one of them")
         if self.rollout.max_total_tokens > self.engine.max_tokens:
