@@ -20,11 +20,14 @@ from model.engine.speculative import Speculation
 from model.policy import Policy
 from rewards import unit_tests
 from rl.engines.native import NativeEngine
+from rl.engines.prefixes import open_prefixes
 from rl.launch.config import RunConfig
 from rl.rollout.generator import Generator
 from rl.rollout.sandboxes import FleetSandboxes
 from rl.rollout.wal import TokenLog
 from rl.rollout.worker import Worker
+from rl.serve.agents import AgentDoor
+from rl.serve.taps import Taps
 from sandbox.client import Fleet
 
 
@@ -73,19 +76,31 @@ async def open_generator(
     log = TokenLog(
         token_log, flush_ms=rollout.flush_ms, fsync=rollout.fsync, segment_bytes=rollout.segment_bytes
     )
-    engine = NativeEngine(
+    prefixes = open_prefixes(
+        config.engine.prefix_store,
+        config.engine.prefix,
         net,
-        max_requests=config.engine.max_requests,
-        max_tokens=config.engine.max_tokens,
-        on_step=log.on_step,
-        caches=config.engine.kv_on_update,
-        speculate=speculation(config),
-        storage=config.engine.storage,
-        pages=config.engine.pages,
+        chat,
         replay=config.engine.replay,
-        capture=config.trainer.replay_choices != "off",
+        folder=token_log.parent,
     )
     async with AsyncExitStack() as stack:
+        store = stack.enter_context(prefixes)
+        taps = Taps(log.on_step)
+        served = await stack.enter_async_context(AsyncExitStack())  # ends after the samples
+        engine = NativeEngine(
+            net,
+            max_requests=config.engine.max_requests,
+            max_tokens=config.engine.max_tokens,
+            on_step=taps.on_step,
+            caches=config.engine.kv_on_update,
+            speculate=speculation(config),
+            storage=config.engine.storage,
+            pages=config.engine.pages,
+            replay=config.engine.replay,
+            prefix_store=store,
+            capture=config.trainer.replay_choices != "off",
+        )
         sandboxes = None
         if env.sandbox is not None or env.reward_name == "unit_tests":
             fleet = await Fleet.connect(
@@ -99,7 +114,16 @@ async def open_generator(
         reward = rewards.load(env.reward_name) if env.reward_name else None
         scaffold = scaffolds.load(config.scaffold.name)
         worker = Worker(
-            env, scaffold, engine, chat, sandboxes, reward, log, rollout, max_turns=config.scaffold.max_turns
+            env,
+            scaffold,
+            engine,
+            chat,
+            sandboxes,
+            reward,
+            log,
+            rollout,
+            max_turns=config.scaffold.max_turns,
+            door=AgentDoor(engine, taps, chat, rollout.max_total_tokens, served),
         )
         every = config.engine.scales_every
         scales = ScaleMonitor(net, every) if every else None
