@@ -220,9 +220,10 @@ def measure_writing(folder: Path, args: argparse.Namespace) -> Written:
     for name, shape in kinds.items():
         rounds = [paced(folder / "paced", shape, args) for _ in range(3 if name == "experts" else 1)]
         best[name] = min(rounds, key=lambda r: r.overhead)
+        row = best[name]
         print(
-            f"written, {name:24s} {best[name].overhead:7.2%} of a core ({best[name].overhead * 1e3:.2f} ms of CPU "
-            f"a second), p99 {best[name].p99 * 1e3:.3f} ms a step, {best[name].bytes_a_token:.0f} bytes/token"
+            f"written, {name:22s} {row.overhead:7.2%} of a core ({row.overhead * 1e3:.2f} CPU ms a second), "
+            f"p99 {row.p99 * 1e3:.3f} ms a step, {row.bytes_a_token:.0f} bytes/token"
         )
     return best["experts"]
 
@@ -230,7 +231,10 @@ def measure_writing(folder: Path, args: argparse.Namespace) -> Written:
 def measure_reading(folder: Path, args: argparse.Namespace) -> float:
     """Prints a row for each kind of log; returns the lowest speed in MB/s."""
     speeds: list[float] = []
-    for name, shape, factor in (("experts", Shape((args.layers, args.experts)), 1), ("ids only", Shape(), 10)):
+    for name, shape, factor in (
+        ("experts", Shape((args.layers, args.experts)), 1),
+        ("ids only", Shape(), 10),
+    ):
         for concurrent in (args.concurrent, 32):
             count = factor * args.tokens // concurrent * concurrent
             with stored(folder / "stored", concurrent, count, shape) as size:

@@ -77,7 +77,9 @@ def _unpacked(data: Mapping[str, Json], name: str, blob: memoryview | None) -> P
 
 def _array(data: Json, blob: memoryview | None) -> Packed:
     kind, shape, where = data
-    return Packed(kind, tuple(shape), base64.b64decode(where) if isinstance(where, str) else _bytes(where, blob))
+    return Packed(
+        kind, tuple(shape), base64.b64decode(where) if isinstance(where, str) else _bytes(where, blob)
+    )
 
 
 def _bytes(place: Sequence[int], blob: memoryview | None) -> bytes:

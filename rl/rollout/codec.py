@@ -139,9 +139,15 @@ def turn_to_json(turn: Turn, blob: Blob | None = None) -> Json:
 
 def turn_from_json(data: Json, blob: memoryview | None = None) -> Turn:
     """The turn of `turn_to_json`."""
-    names = ("prompt_ids", "completion_ids", "logprobs", "policy_versions")
+    prompt_ids, ids, logprobs, versions = (
+        column_from_json(data[name], blob)
+        for name in ("prompt_ids", "completion_ids", "logprobs", "policy_versions")
+    )
     return Turn(
-        *(column_from_json(data[name], blob) for name in names),
+        prompt_ids,
+        ids,
+        logprobs,
+        versions,
         FinishReason(data["finish"]),
         message_from_json(data["message"]),
         tuple(message_from_json(message) for message in data["observations"]),

@@ -160,7 +160,11 @@ def scan(data: Data, form: int, damage: Damage) -> Scan:
         while position + head <= size:
             sync, expected, length, kind = unpack(view, position)
             end = position + head + length
-            if sync == _SYNC_WORD and end <= size and checksum(view[position + _CHECKED_FROM : end]) == expected:
+            if (
+                sync == _SYNC_WORD
+                and end <= size
+                and checksum(view[position + _CHECKED_FROM : end]) == expected
+            ):
                 if position != good:
                     damage.damaged_bytes += position - good
                     damage.places += 1

@@ -9,9 +9,10 @@ from itertools import repeat
 import numpy as np
 
 from rl.engines.base import StepFrame
+from rl.rollout.extras import Extras
 from rl.rollout.frames import Unsealed
 from rl.rollout.recorded import kept_of
-from rl.rollout.steps import Extras, step_record
+from rl.rollout.steps import step_record
 
 
 class Lanes:

@@ -1,6 +1,8 @@
-"""What the engine recorded of a turn, between its forms: the engine's columns, the log's, and `envs.types`."""
+"""What the engine recorded of a turn, between its forms: the engine's, the log's, and `envs.types`."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -72,13 +74,13 @@ def experts_after(experts: np.ndarray | None, history: int, *, unfinished: bool)
 
 
 def selections_after(
-    selections: dict[int, np.ndarray] | None, history: int, *, unfinished: bool
+    selections: Mapping[int, np.ndarray] | None, history: int, *, unfinished: bool
 ) -> Selections | None:
     """Logged selections, as `experts_after`."""
     if not selections:
         return None
     if not unfinished:
-        return Selections(history - 1, selections)
+        return Selections(history - 1, dict(selections))
     return Selections(0, {layer: _after(keys, history) for layer, keys in selections.items()})
 
 

@@ -195,7 +195,7 @@ def _unbroken(results: dict[int, Message]) -> Iterator[Message]:
 class _Columns:
     """The tokens of unfinished samples, as numbers of tokens of the log.
 
-    `order` has them by slot, within a slot as logged; those of slot s are from `bounds[s]` to `bounds[s + 1]`.
+    `order` has them by slot, within a slot as logged; slot s is from `bounds[s]` to `bounds[s + 1]` of it.
     A segment's numbers start at its entry of `begins`.
     """
 
@@ -214,7 +214,10 @@ class _Columns:
             [np.zeros(0, np.uint32), *(part.slot[rows] for part, rows in zip(steps, kept, strict=True))]
         )
         numbers = np.concatenate(
-            [np.zeros(0, np.int64), *(rows + begin for rows, begin in zip(kept, begins.tolist(), strict=False))]
+            [
+                np.zeros(0, np.int64),
+                *(rows + begin for rows, begin in zip(kept, begins.tolist(), strict=False)),
+            ]
         )
         counts = np.bincount(slot, minlength=top + 1)
         return cls(steps, begins, numbers[_by_slot(slot)], np.cumsum([0, *counts.tolist()]))

@@ -150,7 +150,9 @@ def _kept_steps(steps: Steps, rows: np.ndarray) -> Iterator[Buffer]:
     for run in np.split(rows, cuts):
         for part in np.split(run, range(_ROWS, len(run), _ROWS)):
             if len(part):
-                columns = [getattr(steps, name)[part] for name in ("slot", "turn", "index", "token", "logprob")]
+                columns = [
+                    getattr(steps, name)[part] for name in ("slot", "turn", "index", "token", "logprob")
+                ]
                 packed = np.stack([column.view(np.uint32) for column in columns])
                 version = int(steps.versions(part[:1])[0])
                 yield from step_record(version, packed, steps.extras(part)).seal()

@@ -14,15 +14,15 @@ from envs.types import FinishReason, Message, Trajectory
 from rl.engines.base import Completion
 from rl.rollout import recorded
 from rl.rollout.assignment import Assignment
+from rl.rollout.extras import Extras
 from rl.rollout.frames import Damage
-from rl.rollout.steps import Extras
 
 FINISHES = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
-    """Sampled tokens as columns: token_ids int32 [n], logprobs float32 [n], versions int32 [n], extras of n."""
+    """Sampled tokens as columns: token_ids int32 [n], logprobs float32 [n], versions int32 [n], extras."""
 
     token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
@@ -49,9 +49,13 @@ class Tokens:
         return Tokens(self.token_ids[part], self.logprobs[part], self.versions[part], extras)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Tokens) and self.extras.same(other.extras) and all(
-            np.array_equal(getattr(self, name), getattr(other, name))
-            for name in ("token_ids", "logprobs", "versions")
+        return (
+            isinstance(other, Tokens)
+            and self.extras.same(other.extras)
+            and all(
+                np.array_equal(getattr(self, name), getattr(other, name))
+                for name in ("token_ids", "logprobs", "versions")
+            )
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -119,5 +123,3 @@ class Recovery:
     tokens: int = 0
     lost_tokens: int = 0
     next_slot: int = 0
-
-

@@ -8,11 +8,11 @@ multiple of 4 bytes. Reading never builds a Python object per token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from rl.rollout.extras import Extras
 from rl.rollout.frames import Buffer, Data, Kind, Scan, Unsealed, record
 
 HEAD = np.dtype(
@@ -32,85 +32,10 @@ HEAD = np.dtype(
 masks); whether there are states; selecting layers, and the keys that they select together for a token."""
 
 _COLUMNS, _LONG = 5, 256
-_OLD_ROW = np.dtype([("slot", "<u4"), ("turn", "<u4"), ("index", "<u4"), ("token", "<i4"), ("logprob", "<f4")])
+_OLD_ROW = np.dtype(
+    [("slot", "<u4"), ("turn", "<u4"), ("index", "<u4"), ("token", "<i4"), ("logprob", "<f4")]
+)
 """A token in a step of format 1, whose payload is the policy version and rows."""
-
-
-@dataclass(frozen=True, slots=True)
-class Extras:
-    """What a step may have beside ids and log-probabilities, over its n tokens.
-
-    `states` uint8 [n]; `experts` int16 [n, layers, k]; `kept` are counts [n] and ids; `selections` int32
-    [n, K] by layer.
-    """
-
-    states: np.ndarray | None = None
-    experts: np.ndarray | None = None
-    kept: tuple[np.ndarray, np.ndarray] | None = None
-    selections: Mapping[int, np.ndarray] | None = None
-
-    def take(self, rows: np.ndarray) -> Extras:
-        """Those of the tokens numbered `rows`."""
-        kept = self.kept
-        if kept is not None:
-            counts, ids = kept
-            first, some = np.cumsum(counts) - counts, counts[rows].astype(np.int64)
-            within = np.arange(some.sum()) - np.repeat(np.cumsum(some) - some, some)
-            kept = some, ids[np.repeat(first[rows], some) + within]
-        return Extras(
-            None if self.states is None else self.states[rows],
-            None if self.experts is None else self.experts[rows],
-            kept,
-            self.selections and {layer: keys[rows] for layer, keys in self.selections.items()},
-        )
-
-    @staticmethod
-    def join(parts: Sequence[Extras], lengths: Sequence[int]) -> Extras:
-        """Those of several runs of `lengths` tokens as one; where one has none, -1 (and no mask)."""
-        states = [part.states for part in parts]
-        kept = None
-        if any(part.kept is not None for part in parts):
-            pairs = [
-                part.kept or (np.zeros(length, np.int64), np.zeros(0, np.int32))
-                for part, length in zip(parts, lengths, strict=True)
-            ]
-            kept = np.concatenate([counts for counts, _ in pairs]), np.concatenate([ids for _, ids in pairs])
-        layers = sorted({layer for part in parts for layer in part.selections or {}})
-        selections = {
-            layer: _join([(part.selections or {}).get(layer) for part in parts], lengths) for layer in layers
-        }
-        return Extras(
-            None if any(state is None for state in states) else np.concatenate([s for s in states if s is not None]),
-            _join([part.experts for part in parts], lengths),
-            kept,
-            {layer: keys for layer, keys in selections.items() if keys is not None} or None,
-        )
-
-    def same(self, other: Extras) -> bool:
-        """Whether all of it is equal."""
-        return all(np.array_equal(a, b) for a, b in zip(self._arrays(), other._arrays(), strict=False)) and (
-            [a is None for a in self._arrays()] == [b is None for b in other._arrays()]
-        )
-
-    def _arrays(self) -> list[np.ndarray | None]:
-        chosen = sorted((self.selections or {}).items())
-        selections = [array for layer, keys in chosen for array in (np.array(layer), keys)]
-        return [self.states, self.experts, *(self.kept or (None, None)), *selections]
-
-
-def _join(parts: Sequence[np.ndarray | None], lengths: Sequence[int]) -> np.ndarray | None:
-    """Runs [n, ...] end to end, -1 where one is missing or of another shape than the last one."""
-    known = [part for part in parts if part is not None]
-    if not known:
-        return None
-    shape = (*known[-1].shape[1:-1], max(part.shape[-1] for part in known))
-    whole = np.full((sum(lengths), *shape), -1, known[-1].dtype)
-    begin = 0
-    for part, length in zip(parts, lengths, strict=True):
-        if part is not None and part.shape[1:-1] == shape[:-1]:
-            whole[begin : begin + length, ..., : part.shape[-1]] = part
-        begin += length
-    return whole
 
 
 def step_record(version: int, columns: np.ndarray, extras: Extras) -> Unsealed:
@@ -242,9 +167,12 @@ class Steps:
             widest[layer] = max(widest.get(layer, 0), keys)
         whole = {layer: np.full((len(rows), keys), -1, np.int32) for layer, keys in sorted(widest.items())}
         for layout in set(layouts.values()):
-            members = np.flatnonzero(np.isin(frames, [frame for frame, own in layouts.items() if own == layout]))
+            alike = [frame for frame, own in layouts.items() if own == layout]
+            members = np.flatnonzero(np.isin(frames, alike))
             width, begin = sum(keys for _, keys in layout), 0
-            at = self.places.selections[frames[members]] + self.row[rows[members]].astype(np.int64) * 4 * width
+            at = (
+                self.places.selections[frames[members]] + self.row[rows[members]].astype(np.int64) * 4 * width
+            )
             for layer, keys in layout:
                 found = _fetch(self.data, at + 4 * begin, f"V{4 * keys}").view("<i4").reshape(-1, keys)
                 whole[layer][members, :keys] = found
@@ -326,16 +254,30 @@ def _read(data: Data, starts: np.ndarray) -> Steps:
     heads = _fetch(data, starts, f"V{HEAD.itemsize}").view(HEAD)
     counts, places = heads["rows"].astype(np.int64), Places.of(starts, heads)
     frame, row = _rows_of(counts)
-    columns = [
-        _column(data, places.columns + 4 * i * counts, counts, kind)
-        for i, kind in enumerate(("<u4", "<u4", "<u4", "<i4", "<f4"))
-    ]
+
+    def column(number: int, kind: str) -> np.ndarray:
+        return _column(data, places.columns + 4 * number * counts, counts, kind)
+
     state = kept_at = kept_count = None
     if len(heads) and heads["states"].all():
         state = _column(data, places.states, counts, "u1")
     if heads["kept_bytes"].any():
         kept_at, kept_count = _kept_places(data, heads, places, frame, row)
-    return Steps(data, places, heads, frame, row, *columns, state, kept_at, kept_count)
+    return Steps(
+        data,
+        places,
+        heads,
+        frame,
+        row,
+        slot=column(0, "<u4"),
+        turn=column(1, "<u4"),
+        index=column(2, "<u4"),
+        token=column(3, "<i4"),
+        logprob=column(4, "<f4"),
+        state=state,
+        kept_at=kept_at,
+        kept_count=kept_count,
+    )
 
 
 def _kept_places(
@@ -356,5 +298,5 @@ def _read_old(data: Data, found: Scan, starts: np.ndarray) -> Steps:
     heads["rows"] = (np.array(found.ends, np.int64) - starts - 4) // _OLD_ROW.itemsize
     frame, row = _rows_of(heads["rows"].astype(np.int64))
     rows = _fetch(data, starts[frame] + 4 + row * _OLD_ROW.itemsize, f"V{_OLD_ROW.itemsize}").view(_OLD_ROW)
-    columns = [np.ascontiguousarray(rows[name]) for name in ("slot", "turn", "index", "token", "logprob")]
-    return Steps(data, Places.of(starts, heads), heads, frame, row, *columns)
+    columns = {name: np.ascontiguousarray(rows[name]) for name in _OLD_ROW.names or ()}
+    return Steps(data, Places.of(starts, heads), heads, frame, row, **columns)

@@ -122,7 +122,7 @@ class TokenLog:
         finish: FinishReason,
         replay_starts: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """A turn was sampled to its end; it has `tokens` tokens, after prefills that began at these places."""
+        """A turn of `tokens` tokens was sampled to its end, after prefills that began at these places."""
         starts = np.array(replay_starts, "<u4").tobytes()
         self._about(session, Kind.TURN, ints("III", turn, tokens, FINISHES.index(finish)) + starts)
 
