@@ -141,7 +141,11 @@ def recorded(start, rows, sampled=2, selections=None, kept=None) -> Turn:
     counts = ids = None
     if kept is not None:
         counts = Packed("u4", (len(kept),), np.array([len(k) for k in kept], np.uint32).tobytes())
-        ids = Packed("i4", (sum(map(len, kept)),), np.array([number for row in kept for number in row], np.int32).tobytes())
+        ids = Packed(
+            "i4",
+            (sum(map(len, kept)),),
+            np.array([number for row in kept for number in row], np.int32).tobytes(),
+        )
     replay = Replay(start, experts, keys, counts, ids)
     return Turn((1, 2), (3,) * sampled, (-1.0,) * sampled, (0,) * sampled, FinishReason.STOP,
                 Message(Role.ASSISTANT), replay=replay)  # fmt: skip
