@@ -11,6 +11,7 @@ from pathlib import Path
 from rl import build
 from rl.actors import Cluster, Process, publish, start_ray, stop_ray
 from rl.checkpoint import Checkpoint, CheckpointStore
+from rl.environments import needs_sandbox
 from rl.launch.config import RunConfig
 from rl.launch.run import RunFolder
 from rl.leftovers import end_leftovers
@@ -37,7 +38,7 @@ async def drive(config: RunConfig, folder: RunFolder, watch: Watch, *, ray_actor
     if config.sandbox.url == "local":
         await _reclaim(watch)
     async with AsyncExitStack() as stack:
-        if build.environment(config).sandbox is not None:
+        if needs_sandbox(config):
             await stack.enter_async_context(await _node(config, folder, watch))
         learner, generator = await stack.enter_async_context(_processes(config, folder, watch, ray_actors))
         recipe = Recipe(config, learner.remote, generator.remote, lambda: publish(learner, generator), watch)

@@ -14,9 +14,10 @@ from envs.types import Trajectory
 from model.checkpoint import save_policy
 from rl import build
 from rl.checkpoint import Checkpoint, CheckpointStore
+from rl.environments import demonstrations
 from rl.launch.config import RunConfig
 from rl.rollout.buffer import Batch
-from rl.trainers.data import Sample, demonstration_samples, trajectory_samples
+from rl.trainers.data import Sample, trajectory_samples
 from rl.trainers.rl import RLTrainer
 from rl.trainers.sft import SFTTrainer
 from rl.weights import WeightSnapshot
@@ -33,13 +34,7 @@ class Learner:
         self.policy = build.policy(config)
         self.sft = SFTTrainer(self.policy, config.sft)
         self.rl: RLTrainer | None = None
-        self._demonstrations = demonstration_samples(
-            build.environment(config),
-            self._chat,
-            config.env.train_split,
-            config.run.seed,
-            efforts=config.effort.levels,
-        )
+        self._demonstrations = demonstrations(config, self._chat)
 
     def warm_start(self, steps: int) -> dict[str, float]:
         """Takes so many steps of SFT and returns the metrics of the last one."""
