@@ -41,7 +41,8 @@ async def drive(config: RunConfig, folder: RunFolder, watch: Watch, *, ray_actor
         if needs_sandbox(config):
             await stack.enter_async_context(await _node(config, folder, watch))
         learner, generator = await stack.enter_async_context(_processes(config, folder, watch, ray_actors))
-        recipe = Recipe(config, learner.remote, generator.remote, lambda: publish(learner, generator), watch)
+        sides = learner.remote, generator.remote
+        recipe = Recipe(config, *sides, lambda: publish(learner, generator), watch, folder.path)
         return await recipe.run(checkpoint)
 
 

@@ -23,7 +23,7 @@ from rl.trainers.opd import TeacherConfig
 FILE_NAME = "distillation.yaml"
 _HEADER = """\
 # Teachers, shares and concurrency of this distillation. Save a change, and groups that begin from then on
-follow it; # samples that are under way stay with what was in force when they began.
+# follow it; samples that are under way stay with what was in force when they began.
 """
 
 

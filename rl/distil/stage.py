@@ -51,7 +51,7 @@ class DistilStream(MixedStream):
     """A mixture whose shares follow the versions of the mix; its state holds them."""
 
     def __init__(self, sources: Mapping[str, Source], versions: MixVersions) -> None:
-        super().__init__(sources, versions.current.shares, versions)
+        super().__init__(sources, versions)
         self.versions = versions
 
     def state_dict(self) -> dict[str, Any]:
