@@ -14,6 +14,7 @@ from model.config import PolicyConfig
 from model.diagnostics.scales import ScaleMonitor
 from model.engine.speculative import Speculation
 from model.policy import Policy
+from rl.collective import CollectiveInbox
 from rl.engines.native import NativeEngine
 from rl.engines.prefixes import open_prefixes
 from rl.environments import open_workers
@@ -54,11 +55,14 @@ def use_threads(count: int) -> None:
 
 @asynccontextmanager
 async def open_generator(
-    config: RunConfig, token_log: Path, fleet_state: Path, owner: str
+    config: RunConfig, token_log: Path, fleet_state: Path, owner: str, shared: Policy | None = None
 ) -> AsyncIterator[Generator]:
-    """Opens the rollout process: engine, token log, a connection to the fleet, and workers."""
+    """Opens the rollout process: engine, token log, a connection to the fleet, and workers.
+
+    The engine's policy is `shared`, whose tensors somebody else changes between two tokens, or its own.
+    """
     use_threads(config.launcher.generator_threads)
-    net, chat = policy(config), chat_format(config)
+    net, chat = shared or policy(config), chat_format(config)
     net.fake_quant, net.exact = config.trainer.fake_quant, config.model.exact
     rollout = config.rollout
     log = TokenLog(
@@ -81,7 +85,7 @@ async def open_generator(
             max_requests=config.engine.max_requests,
             max_tokens=config.engine.max_tokens,
             on_step=taps.on_step,
-            caches=config.engine.kv_on_update,
+            caches=rollout.kv_on_update,
             speculate=speculation(config),
             storage=config.engine.storage,
             pages=config.engine.pages,
@@ -95,5 +99,7 @@ async def open_generator(
         every = config.engine.scales_every
         scales = ScaleMonitor(net, every) if every else None
         generator = Generator(workers, engine, log, rollout, scales)
+        if config.launcher.weights == "collective":
+            generator.inbox = CollectiveInbox(engine, net.device)
         stack.push_async_callback(generator.close)
         yield generator

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from envs.types import Trajectory
 from model.checkpoint import save_policy
@@ -16,13 +17,13 @@ from rl import build
 from rl.checkpoint import Checkpoint, CheckpointStore
 from rl.environments import demonstrations
 from rl.launch.config import RunConfig
+from rl.publish import outbox
 from rl.rollout.buffer import Batch
 from rl.trainers.base import Trainer
 from rl.trainers.data import Sample, trajectory_samples
 from rl.trainers.distiller import Distiller, Lesson
 from rl.trainers.rl import RLTrainer
 from rl.trainers.sft import SFTTrainer
-from rl.weights import WeightSnapshot
 
 
 class Learner:
@@ -37,6 +38,7 @@ class Learner:
         self.sft = SFTTrainer(self.policy, config.sft)
         self.rl: RLTrainer | None = None
         self.opd: Distiller | None = None
+        self.outbox = outbox(config.launcher.weights, self.weights)
         self._demonstrations = demonstrations(config, self._chat)
 
     def warm_start(self, steps: int) -> dict[str, float]:
@@ -83,11 +85,10 @@ class Learner:
         self.opd.use(folders, weights)
         return self.opd.step(batch.groups, lessons, batch.min_version)
 
-    def snapshot(self) -> WeightSnapshot:
-        """Returns the current weights, as the version that the next samples carry."""
-        return WeightSnapshot.pack(
-            self.policy.state_dict(), 0 if self._learning is None else self._learning.version
-        )
+    def weights(self) -> tuple[Mapping[str, Tensor], int]:
+        """Returns the current weights, and the version that the next samples carry."""
+        trainer = self._learning
+        return self.policy.state_dict(), 0 if trainer is None else trainer.version
 
     def mismatch(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Compares the sampler's log-probabilities with the trainer's, token by token, on equal weights.
