@@ -17,7 +17,6 @@ from envs.types import Task
 from rl.evals.rows import Cell
 from rl.evals.settings import EvalSettings
 
-
 _ENGINE = ("fake_quant", "exact", "storage", "replay")
 
 

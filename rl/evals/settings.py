@@ -31,7 +31,8 @@ class EvalSettings(BaseModel):
         temperature: 0 is greedy.
         max_completion_tokens: bound of a turn; `max_tokens` bounds a whole sequence.
         max_turns: overrides the environment's.
-        fake_quant: whether keys are rounded as caches store them; exact, storage, replay: as of a run's engine.
+        fake_quant: whether keys are rounded as caches store them.
+        exact, storage, replay: of the engine, as in a run.
         pass_at: the k of pass@k; by default 1 and k.
         solved: the score from which a task counts as solved.
         almost: the score from which it counts as almost solved.
