@@ -40,12 +40,12 @@ which no command can shed and every child inherits."""
 
 
 def serve_forks(channel: socket, config: Header) -> NoReturn:
-    """The zygote: forks a keeper for every message of the agent."""
+    """The zygote: forks a keeper for every message of the agent; once it is to run Python, it warms up."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    waiting, warm, tag = select.poll(), False, TAG
+    waiting, warm, brief, tag = select.poll(), False, False, TAG
     waiting.register(channel.fileno(), select.POLLIN)
     while True:
-        if not warm and not waiting.poll(0):  # whoever waits already goes first
+        if brief and not warm and not waiting.poll(0):  # whoever waits already goes first
             warm_up()
             gc.freeze()
             warm = True
@@ -53,6 +53,7 @@ def serve_forks(channel: socket, config: Header) -> NoReturn:
         data, fds = receive(channel)
         if not data:
             os._exit(0)
+        brief = brief or bool(FORK.unpack(data)[0])
         keeper = socket(fileno=fds[3])
         try:
             if os.fork() == 0:
