@@ -22,10 +22,10 @@ from rewards import unit_tests
 from rl.engines.native import NativeEngine
 from rl.launch.config import RunConfig
 from rl.rollout.generator import Generator
-from rl.rollout.sandboxes import FleetSandboxes
+from rl.rollout.sandboxes import FleetSandboxes, LastingFleet, stateless
 from rl.rollout.wal import TokenLog
 from rl.rollout.worker import Worker
-from sandbox.client import Fleet
+from sandbox.client import DEFAULT_LEASE_S, Fleet
 
 
 def policy(config: RunConfig) -> Policy:
@@ -61,6 +61,15 @@ def use_threads(count: int) -> None:
     torch.set_num_threads(max(count, 1))
 
 
+async def connect_fleet(config: RunConfig, fleet_state: Path, owner: str) -> Fleet:
+    """Connects to the run's sandboxes; those of samples under way outlive a killed run by their lease."""
+    lease_s = DEFAULT_LEASE_S if stateless(environment(config)) else config.sandbox.lease_s
+    sandbox = config.sandbox
+    return await Fleet.connect(
+        sandbox.url, state_dir=fleet_state, owner=owner, backend=sandbox.backend, lease_s=lease_s
+    )
+
+
 @asynccontextmanager
 async def open_generator(
     config: RunConfig, token_log: Path, fleet_state: Path, owner: str
@@ -87,14 +96,14 @@ async def open_generator(
     async with AsyncExitStack() as stack:
         sandboxes = None
         if env.sandbox is not None or env.reward_name == "unit_tests":
-            fleet = await Fleet.connect(
-                config.sandbox.url, state_dir=fleet_state, owner=owner, backend=config.sandbox.backend
-            )
-            stack.push_async_callback(fleet.close)
-            unit_tests.judge_in(fleet)
+            fleet = LastingFleet(lambda: connect_fleet(config, fleet_state, owner), unit_tests.judge_in)
+            stack.push_async_callback(fleet.close, release=stateless(env))
+            await fleet.get()
             if env.sandbox is not None:
                 lease_s = rollout.deadline_s + rollout.score_deadline_s + 60.0
-                sandboxes = FleetSandboxes(fleet, env.sandbox, rollout.pool_size, lease_s)
+                sandboxes = FleetSandboxes(
+                    fleet, env.sandbox, rollout.pool_size, lease_s, rollout.unknown_commands
+                )
         reward = rewards.load(env.reward_name) if env.reward_name else None
         scaffold = scaffolds.load(config.scaffold.name)
         worker = Worker(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Set
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from rl.launch.config import RunConfig
 from rl.launch.run import RunFolder
 from rl.leftovers import end_leftovers
 from rl.recipe import Outcome, Recipe
+from rl.rollout.sandboxes import LastingFleet, stateless
 from rl.trainers.learner import open_learner
 from rl.watch.watch import Watch
 from sandbox.client import Fleet
@@ -35,10 +36,10 @@ async def drive(config: RunConfig, folder: RunFolder, watch: Watch, *, ray_actor
     if ended := end_leftovers():
         watch.note(f"ended {len(ended)} processes that a killed run had left ({', '.join(sorted(ended))})")
     if config.sandbox.url == "local":
-        await _reclaim(watch)
+        await _reclaim(watch, {_owner(config, folder)} if config.run.resume else set())
     async with AsyncExitStack() as stack:
         if build.environment(config).sandbox is not None:
-            await stack.enter_async_context(await _node(config, folder, watch))
+            await stack.enter_async_context(_node(config, folder, watch))
         learner, generator = await stack.enter_async_context(_processes(config, folder, watch, ray_actors))
         recipe = Recipe(config, learner.remote, generator.remote, lambda: publish(learner, generator), watch)
         return await recipe.run(checkpoint)
@@ -62,25 +63,34 @@ def _checkpoint(config: RunConfig, folder: RunFolder, watch: Watch) -> Checkpoin
     return checkpoint
 
 
-async def _reclaim(watch: Watch) -> None:
-    found = await Fleet.reclaim(fleet_state())
+async def _reclaim(watch: Watch, keep_owners: Set[str]) -> None:
+    found = await Fleet.reclaim(fleet_state(), keep_owners)
     if found.total:
         owners = ", ".join(f"{count} of {owner}" for owner, count in found.sandboxes.items())
         watch.note(f"removed {found.total} sandboxes that earlier runs had left ({owners})")
 
 
-async def _node(config: RunConfig, folder: RunFolder, watch: Watch) -> Fleet:
-    """Starts the sandbox node, or finds it, before anything else: a run without its sandboxes is no run."""
-    fleet = await Fleet.connect(
-        config.sandbox.url, state_dir=fleet_state(), owner=_owner(folder), backend=config.sandbox.backend
-    )
-    watch.note(f"tools run in {fleet.backend} sandboxes ({config.sandbox.url})")
-    return fleet
+@asynccontextmanager
+async def _node(config: RunConfig, folder: RunFolder, watch: Watch) -> AsyncIterator[None]:
+    """Starts the sandbox node, or finds it, before anything else: a run without its sandboxes is no run.
+
+    At the end the run's sandboxes end. Those of samples under way in a run that goes on later stay.
+    """
+    fleet = LastingFleet(lambda: build.connect_fleet(config, fleet_state(), _owner(config, folder)))
+    watch.note(f"tools run in {(await fleet.get()).backend} sandboxes ({config.sandbox.url})")
+    release = stateless(build.environment(config))
+    try:
+        yield
+        release = True
+    finally:
+        await fleet.close(release=release)
 
 
-def _owner(folder: RunFolder) -> str:
-    """Returns the name under which this attempt's sandboxes are held."""
-    return f"{folder.path}/attempt-{folder.attempt}"
+def _owner(config: RunConfig, folder: RunFolder) -> str:
+    """Returns the name under which sandboxes are held: the run's where they outlive an attempt."""
+    if stateless(build.environment(config)):
+        return f"{folder.path}/attempt-{folder.attempt}"
+    return str(folder.path)
 
 
 @asynccontextmanager
@@ -95,11 +105,10 @@ async def _processes(
     try:
         cluster = Cluster(folder.logs, ray_actors)
         watch.phase("start the learner and the generator", 0, 2)
+        owner = _owner(config, folder)
         sides = [
             cluster.open("learner", open_learner, config, folder.checkpoints),
-            cluster.open(
-                "generator", build.open_generator, config, folder.token_log, fleet_state(), _owner(folder)
-            ),
+            cluster.open("generator", build.open_generator, config, folder.token_log, fleet_state(), owner),
         ]
         for opening in asyncio.as_completed(sides):
             started.append(await opening)

@@ -110,6 +110,11 @@ class Fleet:
         connection, welcome = await greet(state_dir, hello)
         return cls(connection, owner, welcome)
 
+    @property
+    def lost(self) -> bool:
+        """Whether the node of this connection is gone; a front is asked anew with each request."""
+        return isinstance(self._connection, Connection) and self._connection.lost
+
     @staticmethod
     async def reclaim(state_dir: Path, keep_owners: Set[str] = frozenset()) -> Reclaimed:
         """Ends the sandboxes of owners without a client that are not in `keep_owners`; says what there was.
@@ -267,6 +272,10 @@ class Fleet:
         """
         call = Call(command, source, files or {}, stdin, timeout_s, output_limit)
         return await self._calls.run(call, limits or Limits())
+
+    async def discard(self, sandbox_id: str) -> None:
+        """Deletes a sandbox of this owner and its journal, whether it still lives or not."""
+        await RemoteBox(self._connection, sandbox_id).close()
 
     async def boxes(self) -> list[RemoteBox]:
         """Returns the owner's live sandboxes, those of an earlier client included."""

@@ -45,6 +45,7 @@ class Kind(IntEnum):
     RESET = 6
     END = 7
     CONSUMED = 8
+    PLACE = 9
 
 
 class SegmentError(ValueError):

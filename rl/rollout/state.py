@@ -71,11 +71,21 @@ class LoggedTurn:
 
 
 @dataclass(frozen=True, slots=True)
+class SandboxPlace:
+    """Where a sample's own sandbox stands: its id, its generation, and how many commands it was given."""
+
+    sandbox: str
+    generation: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
 class LoggedSample:
-    """An unfinished sample: what it was told and how far it came."""
+    """An unfinished sample: what it was told and how far it came, in tokens and in its own sandbox."""
 
     assignment: Assignment
     turns: tuple[LoggedTurn, ...]
+    place: SandboxPlace | None = None
 
     def up_to_version(self, version: int) -> LoggedSample:
         """The sample, with tokens of policies newer than `version` counted as of `version`.
@@ -124,6 +134,7 @@ class _Reset:
 class _Slot:
     start: bytes | None = None
     end: bytes | None = None
+    place: bytes = b""
     turns: dict[int, _Turn] = field(default_factory=dict)
     resets: list[_Reset] = field(default_factory=list)
 
@@ -160,6 +171,8 @@ class _Reader:
             slot.start = payload
         elif kind == Kind.END:
             slot.end = payload
+        elif kind == Kind.PLACE:
+            slot.place = payload
         elif kind == Kind.RESET:
             self._reset(slot, *struct.unpack("<IIIII", payload))
         else:
@@ -224,7 +237,8 @@ def _recover(reader: _Reader, damage: Damage) -> Recovery:
             turns = tuple(_turns(slot, rows, versions))
             lost -= sum(len(turn.tokens) for turn in turns)
             assignment = codec.assignment_from_json(json.loads(slot.start))
-            unfinished[number] = LoggedSample(assignment, turns)
+            place = SandboxPlace(**json.loads(slot.place)) if slot.place else None
+            unfinished[number] = LoggedSample(assignment, turns, place)
     top = max(reader.top, columns.top)
     return Recovery(unfinished, finished, damage, reader.row_count, lost, top + 1)
 

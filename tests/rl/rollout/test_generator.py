@@ -28,7 +28,7 @@ from rl.weights import WeightSnapshot
 from sandbox.client import Fleet
 from tests.rl.rollout.killable_run import SIZE, assignment
 from tests.rl.rollout.scripted import CHAT, Boxes, ScriptedEngine, calc_assignment, expert, turns_of
-from tests.rl.rollout.workers import Shop
+from tests.rl.rollout.workers import Shop, lasting
 
 CONFIG = RolloutConfig(
     max_in_flight=12, groups_per_step=2, staleness=1, max_total_tokens=128, lag_alarm_s=0.2
@@ -267,7 +267,7 @@ async def test_the_real_engine_and_a_real_sandbox_run_calc(tmp_path: Path) -> No
     ) as fleet:
         env = envs.registry.load("calc")
         assert env.sandbox is not None
-        sandboxes = FleetSandboxes(fleet, env.sandbox, pool_size=1, lease_s=600.0)
+        sandboxes = FleetSandboxes(lasting(fleet), env.sandbox, pool_size=1, lease_s=600.0)
         scripted = calc_generator(log, ScriptedEngine(expert, log.on_step), sandboxes)
         await scripted.submit([calc_assignment(group=group, a=11 + group, b=97) for group in range(8)])
         done = await collect(scripted, 8)

@@ -16,6 +16,7 @@ from rl.rollout.worker import Worker
 from sandbox.base import Sandbox
 from sandbox.client import Fleet
 from tests.rl.rollout.scripted import CHAT, ScriptedEngine, calc_assignment, turns_of
+from tests.rl.rollout.workers import lasting
 
 SOURCES = {
     "hang": "while True: pass",
@@ -55,7 +56,7 @@ async def test_a_tool_at_fault_is_cut_short_and_the_sample_goes_on(
     async with await Fleet.connect("local", backend="bubblewrap", state_dir=tmp_path, owner="test") as fleet:
         environment = build("faulty", faulty, {})
         assert environment.sandbox is not None
-        boxes = FleetSandboxes(fleet, environment.sandbox, pool_size=1, lease_s=600.0)
+        boxes = FleetSandboxes(lasting(fleet), environment.sandbox, pool_size=1, lease_s=600.0)
         scaffold = envs.scaffolds.load("tools")
         worker = Worker(environment, scaffold, engine, CHAT, boxes, None, None, RolloutConfig())
         trajectory = await worker.run(calc_assignment(environment="faulty"))
