@@ -20,6 +20,7 @@ from model.engine.speculative import Speculation
 from model.policy import Policy
 from rewards import unit_tests
 from rl.engines.native import NativeEngine
+from rl.engines.prefixes import open_prefixes
 from rl.launch.config import RunConfig
 from rl.rollout.generator import Generator
 from rl.rollout.sandboxes import FleetSandboxes, LastingFleet, stateless
@@ -82,18 +83,28 @@ async def open_generator(
     log = TokenLog(
         token_log, flush_ms=rollout.flush_ms, fsync=rollout.fsync, segment_bytes=rollout.segment_bytes
     )
-    engine = NativeEngine(
+    prefixes = open_prefixes(
+        config.engine.prefix_store,
+        config.engine.prefix,
         net,
-        max_requests=config.engine.max_requests,
-        max_tokens=config.engine.max_tokens,
-        on_step=log.on_step,
-        caches=config.engine.kv_on_update,
-        speculate=speculation(config),
-        storage=config.engine.storage,
-        pages=config.engine.pages,
+        chat,
         replay=config.engine.replay,
+        folder=token_log.parent,
     )
     async with AsyncExitStack() as stack:
+        store = stack.enter_context(prefixes)
+        engine = NativeEngine(
+            net,
+            max_requests=config.engine.max_requests,
+            max_tokens=config.engine.max_tokens,
+            on_step=log.on_step,
+            caches=config.engine.kv_on_update,
+            speculate=speculation(config),
+            storage=config.engine.storage,
+            pages=config.engine.pages,
+            replay=config.engine.replay,
+            prefix_store=store,
+        )
         sandboxes = None
         if env.sandbox is not None or env.reward_name == "unit_tests":
             fleet = LastingFleet(lambda: connect_fleet(config, fleet_state, owner), unit_tests.judge_in)

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from model.config import PolicyConfig
 from rewards.length import LengthPenaltyConfig
 from rl.algorithms.config import AlgorithmConfig
+from rl.engines.prefixes import PrefixSizes, Tier
 from rl.rollout.config import RolloutConfig
 from rl.trainers.rl import RLConfig
 from rl.trainers.sft import SFTConfig
@@ -103,6 +104,9 @@ class EngineSection(Section):
             need. When they run out, requests wait and lose nothing.
         replay: how much of a prompt runs through the decoder: all (off), its last window (bounded), or all
             that its last window depends on (exact).
+        prefix_store: where beginnings of histories are kept for later requests: nowhere (off), in
+            memory, or in memory and on disk. Needs engine.storage=packed.
+        prefix: its sizes.
         scales_every: in every so many-th forward pass block scales at their limits are counted
             (`quant/rollout/...`); 0 never counts.
     """
@@ -120,10 +124,17 @@ class EngineSection(Section):
     storage: Literal["dense", "packed"] = "dense"
     pages: int | None = Field(default=None, ge=1)
     replay: Literal["off", "bounded", "exact"] = "off"
+    prefix_store: Tier = "off"
+    prefix: PrefixSizes = PrefixSizes()
     scales_every: int = Field(default=200, ge=0)
 
     @model_validator(mode="after")
     def _pages_are_packed(self) -> Self:
+        if self.prefix_store != "off" and self.storage != "packed":
+            raise ValueError(
+                f"engine.prefix_store={self.prefix_store} keeps packed pages: set engine.storage=packed, or "
+                "engine.prefix_store=off"
+            )
         if self.pages is not None and self.storage != "packed":
             raise ValueError(
                 f"engine.pages={self.pages} belongs to packed caches: set engine.storage=packed, or leave it "
