@@ -26,6 +26,8 @@ from rl.rollout.generator import Generator
 from rl.rollout.sandboxes import FleetSandboxes, LastingFleet, stateless
 from rl.rollout.wal import TokenLog
 from rl.rollout.worker import Worker
+from rl.serve.agents import AgentDoor
+from rl.serve.taps import Taps
 from sandbox.client import DEFAULT_LEASE_S, Fleet
 
 
@@ -93,11 +95,13 @@ async def open_generator(
     )
     async with AsyncExitStack() as stack:
         store = stack.enter_context(prefixes)
+        taps = Taps(log.on_step)
+        served = await stack.enter_async_context(AsyncExitStack())  # ends after the samples
         engine = NativeEngine(
             net,
             max_requests=config.engine.max_requests,
             max_tokens=config.engine.max_tokens,
-            on_step=log.on_step,
+            on_step=taps.on_step,
             caches=config.engine.kv_on_update,
             speculate=speculation(config),
             storage=config.engine.storage,
@@ -118,7 +122,16 @@ async def open_generator(
         reward = rewards.load(env.reward_name) if env.reward_name else None
         scaffold = scaffolds.load(config.scaffold.name)
         worker = Worker(
-            env, scaffold, engine, chat, sandboxes, reward, log, rollout, max_turns=config.scaffold.max_turns
+            env,
+            scaffold,
+            engine,
+            chat,
+            sandboxes,
+            reward,
+            log,
+            rollout,
+            max_turns=config.scaffold.max_turns,
+            door=AgentDoor(engine, taps, chat, rollout.max_total_tokens, served),
         )
         every = config.engine.scales_every
         scales = ScaleMonitor(net, every) if every else None

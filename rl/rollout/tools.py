@@ -38,13 +38,15 @@ class Tools:
         """The sample's own sandbox, once it was opened."""
         return self.own.box if self.own is not None else None
 
-    async def prepare(self) -> None:
-        """Opens the sample's own sandbox and sets it up."""
+    async def prepare(self, *, anew: bool = False) -> None:
+        """Opens the sample's own sandbox and sets it up; `anew` for a program that was under way in it."""
 
         async def nothing(box: Sandbox) -> str:
             return ""
 
         await self._in_own(nothing)
+        if anew:
+            await self._bring(UnknownOutcomeError("an agent program was under way in the sandbox"))
 
     async def call(self, call: ToolCall) -> str:
         """Runs one call and returns the observation.
