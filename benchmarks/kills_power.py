@@ -13,12 +13,14 @@ import fcntl
 import os
 import struct
 import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 _SHUTDOWN, _NO_LOG_FLUSH = 0x8004587D, 2
 """_IOR('X', 125, __u32) and its flag."""
 
+_BUSY_S = 20.0
 _OPTIONS = "loop,commit=600,noauto_da_alloc"
 
 
@@ -54,16 +56,21 @@ class Power:
             fcntl.ioctl(handle, _SHUTDOWN, struct.pack("I", _NO_LOG_FLUSH))
         finally:
             os.close(handle)
-        _run("umount", str(self.folder))
+        self.end()
 
     def back(self) -> None:
         """Mounts what is left."""
         _run("mount", "-o", _OPTIONS, str(self.image), str(self.folder))
 
     def end(self) -> None:
-        """Unmounts."""
-        if os.path.ismount(self.folder):
-            _run("umount", "-l", str(self.folder))
+        """Unmounts, as soon as what was killed has let go; what never does keeps a dead file system."""
+        deadline = time.monotonic() + _BUSY_S
+        while os.path.ismount(self.folder):
+            lazy = ["-l"] if time.monotonic() > deadline else []
+            if subprocess.run(
+                ["umount", *lazy, str(self.folder)], capture_output=True, check=False
+            ).returncode:
+                time.sleep(0.2)
 
 
 def _run(*command: str) -> None:
