@@ -19,6 +19,7 @@ from model.diagnostics.scales import ScaleMonitor
 from model.engine.speculative import Speculation
 from model.policy import Policy
 from rewards import unit_tests
+from rl.collective import CollectiveInbox
 from rl.engines.native import NativeEngine
 from rl.engines.prefixes import open_prefixes
 from rl.launch.config import RunConfig
@@ -75,11 +76,14 @@ async def connect_fleet(config: RunConfig, fleet_state: Path, owner: str) -> Fle
 
 @asynccontextmanager
 async def open_generator(
-    config: RunConfig, token_log: Path, fleet_state: Path, owner: str
+    config: RunConfig, token_log: Path, fleet_state: Path, owner: str, shared: Policy | None = None
 ) -> AsyncIterator[Generator]:
-    """Opens the rollout process: engine, token log, a connection to the fleet, and a worker."""
+    """Opens the rollout process: engine, token log, a connection to the fleet, and a worker.
+
+    The engine's policy is `shared`, whose tensors somebody else changes between two tokens, or its own.
+    """
     use_threads(config.launcher.generator_threads)
-    net, chat, env = policy(config), chat_format(config), environment(config)
+    net, chat, env = shared or policy(config), chat_format(config), environment(config)
     net.fake_quant, net.exact = config.trainer.fake_quant, config.model.exact
     rollout = config.rollout
     log = TokenLog(
@@ -102,7 +106,7 @@ async def open_generator(
             max_requests=config.engine.max_requests,
             max_tokens=config.engine.max_tokens,
             on_step=taps.on_step,
-            caches=config.engine.kv_on_update,
+            caches=rollout.kv_on_update,
             speculate=speculation(config),
             storage=config.engine.storage,
             pages=config.engine.pages,
@@ -117,7 +121,7 @@ async def open_generator(
             if env.sandbox is not None:
                 lease_s = rollout.deadline_s + rollout.score_deadline_s + 60.0
                 sandboxes = FleetSandboxes(
-                    fleet, env.sandbox, rollout.pool_size, lease_s, rollout.unknown_commands
+                    fleet, env.sandbox, rollout.pool_size, lease_s, rollout.unknown_commands, token_log.name
                 )
         reward = rewards.load(env.reward_name) if env.reward_name else None
         scaffold = scaffolds.load(config.scaffold.name)
@@ -136,5 +140,7 @@ async def open_generator(
         every = config.engine.scales_every
         scales = ScaleMonitor(net, every) if every else None
         generator = Generator({(env.name, config.scaffold.name): worker}, engine, log, rollout, scales)
+        if config.launcher.weights == "collective":
+            generator.inbox = CollectiveInbox(engine, net.device)
         stack.push_async_callback(generator.close)
         yield generator

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -109,6 +110,7 @@ class NativeEngine:
         self._failure: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._pause_seconds = 0.0
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Samples one turn; cancelling the call aborts the turn.
@@ -173,7 +175,13 @@ class NativeEngine:
         Raises:
             StateError: The tensors do not fit the policy; the old weights stay.
         """
-        await self._call(lambda: self._load(tensors, version))
+        await self._call(lambda: self._swap(version, lambda: self._load(tensors, version)))
+
+    async def set_version(self, version: int) -> None:
+        """Says that the policy's own tensors were changed in place, between `pause` and `resume`."""
+        await self._call(
+            lambda: self._swap(version, lambda: self._engine.set_version(version, caches=self._caches))
+        )
 
     async def close(self) -> None:
         """Ends the engine and its thread; running requests end with `ABORT`. A second call does nothing."""
@@ -185,6 +193,8 @@ class NativeEngine:
 
     def stats(self) -> dict[str, float]:
         """Counters since start: steps, tokens generated and prefilled, busy seconds; requests right now.
+
+        `pause_seconds` is how long the last swap of weights held the engine up.
 
         With speculation also single requests' steps, drafts checked, and drafts accepted.
         """
@@ -198,6 +208,7 @@ class NativeEngine:
             "generated_tokens": float(counters.generated_tokens),
             "prefilled_tokens": float(counters.prefilled_tokens),
             "busy_seconds": counters.busy_seconds,
+            "pause_seconds": self._pause_seconds,
             "running": float(self._engine.running),
             "waiting": float(self._engine.waiting),
             "evictions": float(scheduler.evictions),
@@ -339,9 +350,14 @@ class NativeEngine:
 
     def _load(self, tensors: Mapping[str, Any], version: int) -> None:
         self._engine.load_state(tensors, version, caches=self._caches)
+
+    def _swap(self, version: int, change: Callable[[], None]) -> None:
+        begin = time.perf_counter()
+        change()
         if self._caches == "recompute":
             self._images.forget()
         self.version = version
+        self._pause_seconds = time.perf_counter() - begin
 
     def _publish(self, output: StepOutput) -> None:
         """Hands a step's tokens to the listener, then puts the turns that ended into the outbox."""

@@ -26,7 +26,9 @@ class RolloutConfig:
     `fsync` also survives the loss of power. A command that was under way in a sample's own sandbox when the
     process that gave it died has an unknown effect: `replay` makes the sandbox anew from its journal and runs
     the command there, `rerun_if_idempotent` runs it again only if it was marked so, `fail` never; where it
-    does not run the sample fails for infrastructure.
+    does not run the sample fails for infrastructure. `kv_on_update` says what a new version of the weights
+    does with the caches of samples in flight: `keep` goes on at once with keys of mixed versions, `recompute`
+    computes them anew.
     """
 
     max_in_flight: int = 128
@@ -47,6 +49,7 @@ class RolloutConfig:
     fsync: bool = False
     unknown_commands: UnknownCommands = "replay"
     segment_bytes: int = 64 << 20
+    kv_on_update: Literal["keep", "recompute"] = "keep"
 
     def __post_init__(self) -> None:
         """Checks every field.
@@ -64,6 +67,7 @@ class RolloutConfig:
         self._require("segment_bytes", self.segment_bytes >= 4096, "at least 4096 bytes")
         policies = ("fail", "rerun_if_idempotent", "replay")
         self._require("unknown_commands", self.unknown_commands in policies, "one of " + ", ".join(policies))
+        self._require("kv_on_update", self.kv_on_update in ("keep", "recompute"), "'keep' or 'recompute'")
         self._require("stale", self.stale in ("mask", "drop"), "'mask' or 'drop'")
 
     def check_group_size(self, size: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from envs.types import Trajectory, TrajectoryKey
@@ -23,6 +23,7 @@ from rl.rollout.sandboxes import Sandboxes
 from rl.rollout.state import LoggedSample
 from rl.rollout.wal import TokenLog
 from rl.rollout.worker import Worker
+from rl.transports import Inbox
 from rl.weights import WeightSnapshot
 
 
@@ -58,6 +59,14 @@ class Generator:
         self._lag = LagMonitor(config.lag_alarm_s)
         self._lag_started = False
         self._compacting = asyncio.Lock()
+        self.inbox = Inbox(engine)
+        self.persist: Callable[[], Awaitable[int]] | None = None
+        """Called by `stop` while the engine is paused: keeps running turns' caches for a successor."""
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that all samples use."""
+        return self._engine
 
     async def submit(self, assignments: Sequence[Assignment]) -> None:
         """Starts samples.
@@ -128,6 +137,8 @@ class Generator:
         await self._engine.pause()
         try:
             await asyncio.to_thread(self._log.flush)
+            if self.persist is not None:
+                await self.persist()
             late = await self._loop.cancel(deadline_s)
         finally:
             await self._engine.resume()

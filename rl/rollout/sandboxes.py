@@ -121,12 +121,22 @@ class LastingFleet:
             await fleet.close(release=release)
 
 
+def lasting(fleet: Fleet) -> LastingFleet:
+    """Returns a connection that its owner opened and closes; when its node is lost it stays so."""
+
+    async def connect() -> Fleet:
+        return fleet
+
+    return LastingFleet(connect)
+
+
 @dataclass(slots=True)
 class FleetSandboxes:
     """Sandboxes of one specification from a fleet.
 
     `lease_s` outlives a trajectory's deadline, so that no box dies under a living episode. `unknown` says
-    what becomes of a command that was under way when its caller died.
+    what becomes of a command that was under way when its caller died. A pool of the same `pool_key` is taken
+    over from a process that died.
 
     `counts` has attached (boxes of an earlier process), fast_forwarded (commands answered by a journal),
     renewed (boxes made anew from a journal), replayed (commands that ran again for it), rebuilt (boxes
@@ -138,6 +148,7 @@ class FleetSandboxes:
     pool_size: int
     lease_s: float
     unknown: UnknownCommands = "replay"
+    pool_key: str = ""
     counts: Counter[str] = field(init=False, default_factory=Counter)
     _pool: tuple[Fleet, Pool] | None = field(init=False, default=None)
     _making: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
@@ -149,7 +160,7 @@ class FleetSandboxes:
         async with self._making:
             fleet = await self.fleet.get()
             if self._pool is None or self._pool[0] is not fleet:
-                self._pool = fleet, await fleet.pool(self.spec, self.pool_size)
+                self._pool = fleet, await fleet.pool(self.spec, self.pool_size, key=self.pool_key)
             pool = self._pool[1]
         async with pool.borrow() as box:
             yield box

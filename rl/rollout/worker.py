@@ -156,7 +156,7 @@ class Worker:
 
         An agent program has it from its start, and is run again from there: the log answers its requests.
         """
-        program = self._logged.door is not None
+        program = self.scaffold.name == "external"
         if recovered is None or program:
             with boundary(Boundary.ENVIRONMENT):
                 await episode.work.prepare(anew=recovered is not None and recovered.place is not None)

@@ -20,7 +20,7 @@ from rl.rollout.config import RolloutConfig
 from rl.rollout.dispatch import Dispatcher, Ending, GroupPlan
 from rl.rollout.generator import Generator, GeneratorError
 from rl.rollout.resume import plan_resume, sample_id
-from rl.rollout.sandboxes import FleetSandboxes, Sandboxes
+from rl.rollout.sandboxes import FleetSandboxes, Sandboxes, lasting
 from rl.rollout.wal import TokenLog
 from rl.rollout.worker import Worker
 from rl.watch.metrics import split_families
@@ -28,7 +28,7 @@ from rl.weights import WeightSnapshot
 from sandbox.client import Fleet
 from tests.rl.rollout.killable_run import SIZE, assignment
 from tests.rl.rollout.scripted import CHAT, Boxes, ScriptedEngine, calc_assignment, expert, turns_of
-from tests.rl.rollout.workers import Shop, lasting
+from tests.rl.rollout.workers import Shop
 
 CONFIG = RolloutConfig(
     max_in_flight=12, groups_per_step=2, staleness=1, max_total_tokens=128, lag_alarm_s=0.2

@@ -11,12 +11,11 @@ import envs.scaffolds
 from envs.registry import build, env
 from envs.types import Score, Status, Task
 from rl.rollout.config import RolloutConfig
-from rl.rollout.sandboxes import FleetSandboxes
+from rl.rollout.sandboxes import FleetSandboxes, lasting
 from rl.rollout.worker import Worker
 from sandbox.base import Sandbox
 from sandbox.client import Fleet
 from tests.rl.rollout.scripted import CHAT, ScriptedEngine, calc_assignment, turns_of
-from tests.rl.rollout.workers import lasting
 
 SOURCES = {
     "hang": "while True: pass",

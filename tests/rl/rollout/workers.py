@@ -19,11 +19,9 @@ from envs.types import (
     Turn,
 )
 from rl.rollout.config import RolloutConfig
-from rl.rollout.sandboxes import LastingFleet
 from rl.rollout.state import Recovery
 from rl.rollout.wal import TokenLog
 from rl.rollout.worker import Worker
-from sandbox.client import Fleet
 from sandbox.types import SandboxSpec
 from tests.rl.rollout.scripted import (
     CHAT,
@@ -115,15 +113,6 @@ def shop_worker(
     engine = ScriptedEngine(plan, log.on_step if log else None)
     scaffold = settings.pop("scaffold", None) or envs.scaffolds.load("tools")
     return Worker(env, scaffold, engine, CHAT, boxes, None, log, config(**settings)), env, boxes, engine
-
-
-def lasting(fleet: Fleet) -> LastingFleet:
-    """A connection that its test opened and closes."""
-
-    async def connect() -> Fleet:
-        return fleet
-
-    return LastingFleet(connect)
 
 
 def recovery(folder: Path) -> Recovery:
