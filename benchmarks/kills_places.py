@@ -175,8 +175,8 @@ def main() -> int:
     armed = {"open_generator": places.open_generator, "open_learner": places.open_learner}
 
     @functools.wraps(start)
-    async def opened(self: actors.Cluster, role: str, open_object: Any, *arguments: Any, **named: Any) -> Any:
-        return await start(self, role, armed.get(open_object.__name__, open_object), *arguments, **named)
+    async def opened(self: actors.Cluster, *arguments: Any) -> Any:
+        return await start(self, *(armed.get(getattr(one, "__name__", ""), one) for one in arguments))
 
     actors.Cluster.open = opened  # type: ignore[method-assign]
     return temper(sys.argv[1:])

@@ -14,13 +14,13 @@ from rl import build
 from rl.actors import Cluster, Process
 from rl.colocated import open_colocated
 from rl.controller import Publisher as Publish
+from rl.environments import keeps_state
 from rl.launch.config import Launcher, RunConfig
 from rl.launch.run import RunFolder
 from rl.placement import Bundle
 from rl.publish import Publisher
 from rl.replicas import Replicas
 from rl.restarts import Restarts
-from rl.rollout.sandboxes import stateless
 from rl.trainers.learner import open_learner
 from rl.watch.watch import Watch
 
@@ -39,9 +39,9 @@ def fleet_state() -> Path:
 
 def owner(config: RunConfig, folder: RunFolder) -> str:
     """Returns the name under which sandboxes are held: the run's where they outlive an attempt."""
-    if stateless(build.environment(config)):
-        return f"{folder.path}/attempt-{folder.attempt}"
-    return str(folder.path)
+    if keeps_state(config):
+        return str(folder.path)
+    return f"{folder.path}/attempt-{folder.attempt}"
 
 
 def generator_roles(launcher: Launcher) -> list[str]:

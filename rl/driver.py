@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Set
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from rl import build
 from rl.actors import Cluster
 from rl.checkpoint import Checkpoint, CheckpointStore
 from rl.crew import Crew, crew_bundles, fleet_state, owner
+from rl.environments import connect_fleet, keeps_state, needs_sandbox
 from rl.launch.config import RunConfig
 from rl.launch.run import RunFolder
 from rl.leftovers import end_leftovers
@@ -16,7 +16,7 @@ from rl.placement import reserve
 from rl.ray_session import start_ray, stop_ray
 from rl.recipe import Outcome, Recipe
 from rl.restarts import ProcessDiedError, Restarts
-from rl.rollout.sandboxes import LastingFleet, stateless
+from rl.rollout.sandboxes import LastingFleet
 from rl.watch.watch import Watch
 from sandbox.client import Fleet
 
@@ -41,7 +41,7 @@ async def drive(config: RunConfig, folder: RunFolder, watch: Watch, *, ray_actor
     if config.sandbox.url == "local":
         await _reclaim(watch, {owner(config, folder)} if config.run.resume else set())
     async with AsyncExitStack() as stack:
-        if build.environment(config).sandbox is not None:
+        if needs_sandbox(config):
             await stack.enter_async_context(_node(config, folder, watch))
         cluster = await stack.enter_async_context(_cluster(config, folder, watch, ray_actors))
         crew = Crew(config, folder, watch, cluster, Restarts(config.launcher.restarts))
@@ -91,9 +91,9 @@ async def _node(config: RunConfig, folder: RunFolder, watch: Watch) -> AsyncIter
 
     At the end the run's sandboxes end. Those of samples under way in a run that goes on later stay.
     """
-    fleet = LastingFleet(lambda: build.connect_fleet(config, fleet_state(), owner(config, folder)))
+    fleet = LastingFleet(lambda: connect_fleet(config, fleet_state(), owner(config, folder)))
     watch.note(f"tools run in {(await fleet.get()).backend} sandboxes ({config.sandbox.url})")
-    release = stateless(build.environment(config))
+    release = not keeps_state(config)
     try:
         yield
         release = True

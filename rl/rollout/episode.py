@@ -23,6 +23,7 @@ from rl.engines.base import Completion, Engine, GenerateRequest
 from rl.rollout.assignment import Assignment, request_seed
 from rl.rollout.faults import EpisodeEnded, Fault, Interrupted, boundary
 from rl.rollout.history import Draft, History
+from rl.rollout.latency import Delays
 from rl.rollout.messages import from_chat, to_chat, tool_to_chat
 from rl.rollout.sandboxes import Sandboxes
 from rl.rollout.state import LoggedTurn, SandboxPlace
@@ -56,6 +57,7 @@ class Surroundings:
     log: TokenLog | None
     max_turns: int
     max_total_tokens: int
+    delays: Delays | None = None
     door: Door | None = None
 
 
@@ -284,6 +286,8 @@ class EpisodeRun:
         del self._logged[turn + 1 :]
         await self._flush(draft)
         with self._doing(Boundary.ENVIRONMENT, "tool_s"):
+            if self._around.delays is not None:
+                await asyncio.sleep(self._around.delays.seconds(self.task.id, number))
             message = Message(Role.TOOL, await self.work.call(call), tool_call_id=call.id)
         if (log := self._around.log) is not None:
             log.result(self._assignment.session, turn, place, message)
