@@ -120,6 +120,8 @@ class Killer:
             print(f"{number}/{len(kills)} {kill}: step {self._world.steps()}, "
                   f"{self.tally.tokens} tokens sampled again", flush=True)  # fmt: skip
         self._world.wait_until_ended()
+        self._note_holders()
+        self._count_tokens()
         if not self._world.finished():
             raise Stuck(f"the run failed without a kill:\n{self._world.tail()}")
 
@@ -179,10 +181,13 @@ class Killer:
                 return
             world.wait_until_ended()
         if not world.finished():
-            self.tally.died(*world.regenerated(sorted(self._holders)))
-            self._holders.clear()
+            self._count_tokens()
             self.tally.resumed += 1
             world.start()
+
+    def _count_tokens(self) -> None:
+        holders, self._holders = sorted(self._holders), set[int]()
+        self.tally.died(*self._world.regenerated(holders), deaths=len(holders))
 
 
 @contextmanager

@@ -22,12 +22,12 @@ class Tally:
     over: int = 0
     interval: int = 0
 
-    def died(self, regenerated: int, waited: int) -> None:
-        """Books the tokens of processes that have died."""
+    def died(self, regenerated: int, waited: int, deaths: int = 1) -> None:
+        """Books the tokens of processes that have died since the last call."""
         self.tokens += regenerated
         self.worst = max(self.worst, regenerated)
         self.interval = max(self.interval, waited)
-        self.over += regenerated > self.interval
+        self.over += regenerated > self.interval * max(deaths, 1)
 
 
 def samples(run: Path, expected: int) -> tuple[int, int]:

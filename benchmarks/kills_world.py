@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.kills_places import FOLDER, tokens
-from rl.rollout.frames import Damage, read_header, scan, step_columns
+from rl.rollout.frames import Damage, read_header, scan
+from rl.rollout.steps import Steps
 
 REPOSITORY = Path(__file__).parents[1]
 _LOOK_S, _PATIENCE_S = 0.05, 900.0
@@ -171,10 +172,10 @@ def _rows(path: Path) -> int:
     """Tokens in whole records of a segment; 0 when its header is not whole."""
     data = path.read_bytes()
     try:
-        read_header(data, path.name)
+        found = scan(data, read_header(data, path.name).format, Damage())
     except ValueError:
         return 0
-    return len(step_columns(data, scan(data, Damage()))[0])
+    return int(Steps.read(data, found).counts.sum())
 
 
 def _size(file: Path) -> int:
