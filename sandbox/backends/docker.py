@@ -13,7 +13,7 @@ import contextlib
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Generator, Iterator, Set
 from pathlib import Path
 from typing import Any, cast
 
@@ -338,7 +338,7 @@ def _freeze(container: Any, stop: bool) -> None:
 
 
 @contextlib.contextmanager
-def _listening(path: Path) -> Iterator[socket.socket]:
+def _listening(path: Path) -> Generator[socket.socket]:
     """Listens where a container finds its channel, for one caller."""
     with doors.listen(path) as listener:
         listener.setblocking(False)
