@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,6 +16,8 @@ from rl.trainers.draft import DraftConfig, DraftTrainer
 from rl.trainers.forward import TokenOutputs, token_outputs
 from rl.trainers.optim import Optimizer, OptimizerConfig
 from rl.trainers.packing import MicroBatch, micro_batches
+from rl.trainers.parallel import finish_forward, gathered
+from rl.trainers.ranks import ALONE, Ranks
 
 _FORMAT = 1
 
@@ -26,6 +28,36 @@ class NonFiniteLossError(ArithmeticError):
 
 class TrainerStateError(ValueError):
     """A stored trainer state that does not belong to this trainer."""
+
+
+class Loads:
+    """Tokens routed to each expert in one step, [layers, experts], of text and of images."""
+
+    def __init__(self) -> None:
+        self._text: Tensor | None = None
+        self._image: Tensor | None = None
+
+    def add(self, aux: PolicyAux) -> None:
+        """Adds a micro-batch."""
+        text, image = aux.expert_load.detach(), aux.image_expert_load
+        self._text = text if self._text is None else self._text + text
+        if image is not None:
+            self._image = image.detach() if self._image is None else self._image + image.detach()
+
+    def total(self, ranks: Ranks) -> tuple[Tensor, Tensor | None]:
+        """Those of all ranks, and starts anew. The step had at least one micro-batch on some rank."""
+        shape = ranks.gather(None if self._text is None else list(self._text.shape))
+        zeros = torch.zeros(next(found for found in shape if found is not None))
+        text = ranks.total(zeros if self._text is None else self._text)
+        image = None
+        if ranks.any(self._image is not None):
+            image = ranks.total(zeros if self._image is None else self._image)
+        self._text = self._image = None
+        return text, image
+
+    def clear(self) -> None:
+        """Forgets them."""
+        self._text = self._image = None
 
 
 class Trainer:
@@ -46,8 +78,11 @@ class Trainer:
         indexer_coef: float,
         indexer_over: Variant = "sparse",
         draft: DraftConfig | None = None,
+        recompute: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.policy, self.optimizer = policy, Optimizer(policy, optimizer)
+        self.policy, self.optimizer = policy, Optimizer(policy, optimizer, ranks=ranks)
+        self.recompute, self.ranks = recompute, ranks
         self.total_steps, self.token_budget = total_steps, token_budget
         self.fake_quant, self.temperature = fake_quant, temperature
         self.balance_coef, self.indexer_coef = balance_coef, indexer_coef
@@ -55,8 +90,14 @@ class Trainer:
         self.drafting: DraftTrainer | None = None
         if draft is not None and draft.anchors:
             self.drafting = DraftTrainer(
-                policy, draft, total_steps=total_steps, token_budget=token_budget, temperature=temperature
+                policy,
+                draft,
+                total_steps=total_steps,
+                token_budget=token_budget,
+                temperature=temperature,
+                ranks=ranks,
             )
+        self.loads = Loads()
         self.steps = 0
         self.version = 0
 
@@ -67,18 +108,27 @@ class Trainer:
         sampling mask and with its choices where it has them, and keys are rounded when the trainer rounds
         them. With `policy.exact` they equal an exact sampler's to the last bit.
         """
-        out: list[np.ndarray] = [np.zeros(0, dtype=np.float32)] * len(samples)
-        self.policy.fake_quant = self.fake_quant
+        own: dict[int, np.ndarray] = {}
+        self.prepare()
         with torch.no_grad():
-            for batch in micro_batches(samples, self.token_budget, self.policy.device):
-                values = (
-                    token_outputs(self.policy, batch, temperature=self.temperature).logprobs.cpu().numpy()
-                )
-                for index, start, stop in zip(
-                    batch.indices, batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True
-                ):
-                    out[index] = values[start:stop]
-        return out
+            for batch in self.micro_batches(samples):
+                outputs = token_outputs(self.policy, batch, temperature=self.temperature)
+                if not batch.idle:
+                    ends = batch.cu_seqlens[1:-1].tolist()
+                    own |= zip(batch.indices, np.split(outputs.logprobs.cpu().numpy(), ends), strict=True)
+        finish_forward(self.policy)
+        every = {index: values for part in self.ranks.gather(own) for index, values in part.items()}
+        return [every[index] for index in range(len(samples))]
+
+    def prepare(self) -> None:
+        """Sets the policy up for a forward pass of this trainer."""
+        self.policy.fake_quant = self.fake_quant
+        for block in self.policy.blocks:
+            block.recompute = self.recompute
+
+    def micro_batches(self, samples: Sequence[Sample]) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of `samples`."""
+        return micro_batches(samples, self.token_budget, self.policy.device, self.ranks)
 
     def auxiliary_loss(self, aux: PolicyAux, documents: float, tokens: float) -> Tensor | float:
         """Balance and indexer losses of a micro-batch with these shares of all documents and tokens."""
@@ -94,31 +144,34 @@ class Trainer:
         """Adds the drafter's gradients of a micro-batch that is `share` of the step, when it is trained."""
         if self.drafting is not None:
             assert outputs.features is not None
-            self.drafting.accumulate(batch, outputs.hidden.detach(), outputs.features.detach(), share)
+            with gathered(self.policy):
+                self.drafting.accumulate(batch, outputs.hidden.detach(), outputs.features.detach(), share)
 
     def update_drafter(self) -> dict[str, float]:
         """Applies them; returns metrics by bare name, none when the drafter is not trained."""
         return {} if self.drafting is None else self.drafting.update()
 
-    def update(self, expert_load: Tensor) -> dict[str, float]:
+    def update(self, expert_load: Tensor, image_load: Tensor | None = None) -> dict[str, float]:
         """Applies the accumulated gradients; returns the gradient norm and the learning rate."""
         fraction = self.optimizer.config.fraction(self.steps, self.total_steps)
         norm = self.optimizer.clip()
         self.optimizer.step(fraction)
         if self.optimizer.learning:
-            self.policy.update_balance(expert_load)
+            self.policy.update_balance(expert_load, image_load)
         self.version += 1
         return {"grad_norm": norm, "lr": self.optimizer.config.learning_rate * fraction}
 
     def require_finite(self, values: Tensor, batch_samples: Sequence[Sample], what: str) -> None:
         """Stops before the weights are touched when a value is not finite."""
-        if not bool(values.isfinite().all()):
+        names = "" if bool(values.isfinite().all()) else ", ".join(sample.id for sample in batch_samples[:8])
+        found = [name for name in self.ranks.gather(names) if name]
+        if found:
             self.optimizer.zero_grad()
+            self.loads.clear()
             if self.drafting is not None:
                 self.drafting.discard()
-            names = ", ".join(sample.id for sample in batch_samples[:8])
             raise NonFiniteLossError(
-                f"the {what} of a micro-batch of {len(batch_samples)} samples is not finite ({names}); the "
+                f"the {what} of a micro-batch of {len(batch_samples)} samples is not finite ({found[0]}); the "
                 "weights were not touched. Look at these samples, or lower the learning rate"
             )
 

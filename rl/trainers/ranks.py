@@ -1,6 +1,6 @@
 """The processes that train one policy together, as the trainers see them.
 
-A trainer asks for sums over all ranks and never whether there is more than one: alone, every answer is its own.
+A trainer asks for sums over all ranks, never whether there is more than one: alone, every answer is its own.
 Numbers are added in float64, so that a metric does not depend on how a batch was dealt out.
 """
 

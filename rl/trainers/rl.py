@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from envs.types import Group
 from model.diagnostics.scales import ScaleMonitor
@@ -20,7 +19,9 @@ from rl.trainers.draft import DraftConfig
 from rl.trainers.forward import TokenOutputs, token_outputs
 from rl.trainers.measure import Measures
 from rl.trainers.optim import OptimizerConfig, require_at_least
-from rl.trainers.packing import MicroBatch, micro_batches
+from rl.trainers.packing import MicroBatch
+from rl.trainers.parallel import ParallelConfig
+from rl.trainers.ranks import ALONE, Ranks
 
 
 def _optimizer() -> OptimizerConfig:
@@ -42,6 +43,9 @@ class RLConfig:
         indexer_coef: weight of the indexers' KL loss; 0 leaves the indexers untrained.
         draft: training of the drafter beside it.
         scales_every: steps between counts of block scales at their limits (`quant/train/...`); 0: never.
+        recompute: activations of a layer are computed again in the backward pass and not kept (less memory,
+            about a third more time).
+        parallel: how many processes train the policy together, in SFT too.
     """
 
     steps: int = 200
@@ -54,6 +58,8 @@ class RLConfig:
     indexer_coef: float = 0.0
     draft: DraftConfig = field(default_factory=DraftConfig)
     scales_every: int = 10
+    recompute: bool = False
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         require_at_least(self, 0, "steps", "balance_coef", "indexer_coef", "scales_every")
@@ -77,7 +83,13 @@ class RLTrainer(Trainer):
     kind: ClassVar[str] = "rl"
 
     def __init__(
-        self, policy: Policy, config: RLConfig, algorithm: AlgorithmConfig, *, reference: Policy | None = None
+        self,
+        policy: Policy,
+        config: RLConfig,
+        algorithm: AlgorithmConfig,
+        *,
+        reference: Policy | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         super().__init__(
             policy,
@@ -89,6 +101,8 @@ class RLTrainer(Trainer):
             balance_coef=config.balance_coef,
             indexer_coef=config.indexer_coef,
             draft=config.draft,
+            recompute=config.recompute,
+            ranks=ranks,
         )
         if algorithm.needs_reference != (reference is not None):
             raise ValueError(
@@ -124,30 +138,31 @@ class RLTrainer(Trainer):
         updated: dict[str, float] = {}
         scales: dict[str, float] = {}
         if batch.samples:
-            self.policy.fake_quant = self.fake_quant
-            load, scales = self._accumulate_and_count(batch, measures)
-            updated = self.update(load)
+            self.prepare()
+            scales = self._accumulate_and_count(batch, measures)
+            updated = self.update(*self.loads.total(self.ranks))
         self.steps += 1
         self.version = self.steps
-        metrics = {**_dropped(batch.dropped), **measures.summary(), **updated, **batch.statistics()}
+        metrics = {**_dropped(batch.dropped), **measures.summary(self.ranks), **updated, **batch.statistics()}
         metrics["updates"] = float(bool(batch.samples))
         drafted = {f"draft/{name}": value for name, value in self.update_drafter().items()}
         return {f"train/{name}": value for name, value in metrics.items()} | scales | drafted
 
-    def _accumulate_and_count(self, batch: Batch, measures: Measures) -> tuple[Tensor, dict[str, float]]:
+    def _accumulate_and_count(self, batch: Batch, measures: Measures) -> dict[str, float]:
         """`_accumulate`, and in every `scales_every`-th step what the forward passes rounded."""
         if not self.config.scales_every or self.steps % self.config.scales_every:
-            return self._accumulate(batch, measures), {}
+            self._accumulate(batch, measures)
+            return {}
         with ScaleMonitor(self.policy) as monitor:
-            return self._accumulate(batch, measures), monitor.metrics("train")
+            self._accumulate(batch, measures)
+            return monitor.metrics("train")
 
-    def _accumulate(self, batch: Batch, measures: Measures) -> Tensor:
-        """Adds up the gradients over the micro-batches; returns the expert load."""
+    def _accumulate(self, batch: Batch, measures: Measures) -> None:
+        """Adds up the gradients over the micro-batches."""
         device, samples = self.policy.device, batch.samples
         weights = torch.from_numpy(batch.weights).to(device=device, dtype=torch.float32)
         tokens = sum(len(sample) for sample in samples)
-        load = torch.zeros((), device=device)
-        for micro in micro_batches(samples, self.token_budget, device):
+        for micro in self.micro_batches(samples):
             members = [samples[i] for i in micro.indices]
             outputs = token_outputs(
                 self.policy,
@@ -160,13 +175,13 @@ class RLTrainer(Trainer):
             self.require_finite(inputs.masked(inputs.sampler_logprobs), members, "sampler's log-probability")
             part = objective(self.algorithm, inputs, weights[list(micro.indices)])
             self.require_finite(part.loss.detach(), members, "loss")
-            share = len(micro.token_ids) / tokens
-            extra = self.auxiliary_loss(outputs.aux, len(members) / len(samples), share)
-            (part.loss + extra).backward()
+            share = 0.0 if micro.idle else len(micro.token_ids) / tokens
+            documents = 0.0 if micro.idle else len(members) / len(samples)
+            (part.loss + self.auxiliary_loss(outputs.aux, documents, share)).backward()
             self.teach_drafter(micro, outputs, share)
             measures.add(inputs, part, batch.fresh[list(micro.indices)])
-            load = load + outputs.aux.expert_load.detach()
-        return load
+            if not micro.idle:
+                self.loads.add(outputs.aux)
 
     def _inputs(self, micro: MicroBatch, outputs: TokenOutputs) -> LossInputs:
         old = outputs.logprobs.detach() if self.algorithm.anchored_at_trainer else micro.logprobs
