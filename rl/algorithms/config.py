@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl.algorithms.advantages.registry import ADVANTAGES, needs_group
+from rl.algorithms.advantages.registry import ADVANTAGES, needs_critic, needs_group
 from rl.algorithms.aggregation import MODES
 from rl.algorithms.corrections import CORRECTIONS
 from rl.algorithms.kl import NAMES as KL_NAMES
@@ -63,6 +63,9 @@ class AlgorithmConfig:
     dppo_high: float | None = None
     dppo_kl: float | None = None
     passk_std: bool | None = None
+    gae_gamma: float | None = None
+    gae_lambda: float | None = None
+    gae_whiten: bool | None = None
     tis_cap: float | None = None
     sequence_tis_cap: float | None = None
     icepop_low: float | None = None
@@ -91,9 +94,14 @@ class AlgorithmConfig:
         return self.kl_coef != 0
 
     @property
+    def needs_critic(self) -> bool:
+        """Whether a critic must say the value of each token."""
+        return needs_critic(ADVANTAGES.load(self.advantage))
+
+    @property
     def regularised(self) -> bool:
-        """Whether the loss has a term beside the policy gradient, so that a zero advantage still teaches."""
-        return self.kl_coef != 0 or self.entropy_coef != 0
+        """Whether something beside a trajectory's advantage teaches, so that one of zero is kept."""
+        return self.kl_coef != 0 or self.entropy_coef != 0 or self.needs_critic
 
     def settings_for(self, function: Callable[..., Any]) -> dict[str, Any]:
         """The settings that this configuration gives to an algorithm; its own defaults fill the rest."""
@@ -176,6 +184,9 @@ def _check_ranges(settings: Mapping[str, Any]) -> None:
             raise AlgorithmError(
                 f"{name} is {value}; it must be {'positive' if name in positive else 'at least 0'}"
             )
+    for name in ("gae_gamma", "gae_lambda"):
+        if settings.get(name, 0.0) > 1:
+            raise AlgorithmError(f"{name} is {settings[name]}; it is from 0 to 1")
     if settings.get("dual_clip", 2.0) <= 1:
         raise AlgorithmError(f"dual_clip is {settings['dual_clip']}; it must be above 1")
 

@@ -199,6 +199,8 @@ class RunConfig(Section):
     def _fits_together(self) -> Self:
         self.rollout.check_group_size(self.algorithm.group_size)
         self._check_drafter()
+        if not self.model.path:
+            self.trainer.parallel.check(PolicyConfig.preset(self.model.preset))
         if self.engine.max_completion_tokens >= self.engine.max_tokens:
             raise ValueError(
                 f"engine.max_completion_tokens={self.engine.max_completion_tokens} leaves no room for a "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,8 +16,9 @@ from rl.trainers.draft import DraftConfig, DraftTrainer
 from rl.trainers.forward import TokenOutputs, token_outputs
 from rl.trainers.optim import Optimizer, OptimizerConfig
 from rl.trainers.packing import MicroBatch, micro_batches
-from rl.trainers.parallel import finish_forward, gathered
+from rl.trainers.parallel_config import ParallelError
 from rl.trainers.ranks import ALONE, Ranks
+from rl.trainers.shards import finish_forward, gathered
 
 _FORMAT = 1
 
@@ -108,14 +109,23 @@ class Trainer:
         sampling mask and with its choices where it has them, and keys are rounded when the trainer rounds
         them. With `policy.exact` they equal an exact sampler's to the last bit.
         """
+
+        def logprobs(batch: MicroBatch) -> Tensor:
+            return token_outputs(self.policy, batch, temperature=self.temperature).logprobs
+
+        return self.per_token(samples, logprobs)
+
+    @torch.no_grad()
+    def per_token(
+        self, samples: Sequence[Sample], compute: Callable[[MicroBatch], Tensor]
+    ) -> list[np.ndarray]:
+        """What `compute` says of the T tokens of a micro-batch, [n] for each sample, without learning."""
         own: dict[int, np.ndarray] = {}
         self.prepare()
-        with torch.no_grad():
-            for batch in self.micro_batches(samples):
-                outputs = token_outputs(self.policy, batch, temperature=self.temperature)
-                if not batch.idle:
-                    ends = batch.cu_seqlens[1:-1].tolist()
-                    own |= zip(batch.indices, np.split(outputs.logprobs.cpu().numpy(), ends), strict=True)
+        for batch in self.micro_batches(samples):
+            values = compute(batch).cpu().numpy()
+            if not batch.idle:
+                own |= zip(batch.indices, np.split(values, batch.cu_seqlens[1:-1].tolist()), strict=True)
         finish_forward(self.policy)
         every = {index: values for part in self.ranks.gather(own) for index, values in part.items()}
         return [every[index] for index in range(len(samples))]
@@ -127,7 +137,15 @@ class Trainer:
             block.recompute = self.recompute
 
     def micro_batches(self, samples: Sequence[Sample]) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of `samples`."""
+        """This rank's micro-batches of `samples`.
+
+        Raises:
+            ParallelError: Samples hold images and several processes train: the image tower is not divided.
+        """
+        if not self.ranks.alone and any(sample.images is not None for sample in samples):
+            raise ParallelError(
+                "samples with images are trained by one process so far: set trainer.parallel.data=1"
+            )
         return micro_batches(samples, self.token_budget, self.policy.device, self.ranks)
 
     def auxiliary_loss(self, aux: PolicyAux, documents: float, tokens: float) -> Tensor | float:
@@ -166,14 +184,18 @@ class Trainer:
         names = "" if bool(values.isfinite().all()) else ", ".join(sample.id for sample in batch_samples[:8])
         found = [name for name in self.ranks.gather(names) if name]
         if found:
-            self.optimizer.zero_grad()
-            self.loads.clear()
-            if self.drafting is not None:
-                self.drafting.discard()
+            self.discard()
             raise NonFiniteLossError(
-                f"the {what} of a micro-batch of {len(batch_samples)} samples is not finite ({found[0]}); the "
-                "weights were not touched. Look at these samples, or lower the learning rate"
+                f"the {what} of a micro-batch of {len(batch_samples)} samples is not finite ({found[0]}); "
+                "the weights were not touched. Look at these samples, or lower the learning rate"
             )
+
+    def discard(self) -> None:
+        """Forgets what was accumulated for a step."""
+        self.optimizer.zero_grad()
+        self.loads.clear()
+        if self.drafting is not None:
+            self.drafting.discard()
 
     def state_dict(self) -> dict[str, Any]:
         """All that continuing needs besides the weights: optimiser, schedule, counters, random state."""

@@ -18,6 +18,8 @@ import numpy as np
 from envs.base import Environment
 from envs.types import Message, Role, Task, ToolSpec, Trajectory, Turn
 from model.choices import Choices, SamplingMask
+from model.images import PreparedImage
+from model.vision import TokenType
 
 Columns = tuple[list[int], list[bool], list[float], list[int]]
 
@@ -38,6 +40,22 @@ class ChatFormat(Protocol):
     def render_assistant(self, message: Mapping[str, Any]) -> list[int]:
         """Renders an assistant's turn, end token included."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class SampleImages:
+    """The images of a sample: `types` int8 [n] says what each token stands for, `images` are in order."""
+
+    types: np.ndarray
+    images: tuple[PreparedImage, ...]
+
+    def first(self, count: int) -> SampleImages | None:
+        """Those of the first `count` tokens; None: no image is left. Raises ValueError inside an image."""
+        types = self.types[:count]
+        starts, ends = (int((types == kind).sum()) for kind in (TokenType.START, TokenType.END))
+        if starts != ends:
+            raise ValueError(f"a sample cannot be cut at token {count}, inside an image; cut it elsewhere")
+        return SampleImages(types, self.images[:starts]) if starts else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +80,7 @@ class Sample:
         sampling_mask: what each of n tokens could have been; its log-probability is renormalised over that.
         replay_starts: (encoder, decoder) positions at which the sampler started its windows anew; the
             trainer's tokens see no window keys before them.
+        images: the images among the tokens; None: text only.
     """
 
     token_ids: np.ndarray
@@ -78,6 +97,7 @@ class Sample:
     choices: Choices | None = None
     sampling_mask: SamplingMask | None = None
     replay_starts: tuple[tuple[int, int], ...] = ()
+    images: SampleImages | None = None
 
     def __post_init__(self) -> None:
         columns = (self.token_ids, self.loss_mask, self.logprobs, self.advantages, self.policy_version)

@@ -75,9 +75,10 @@ class SpreadExperts(nn.Module):
         super().__init__()
         self.experts, self.group, self.size = moe.experts, mesh.get_group(), mesh.size()
         stacks = [getattr(moe, name).detach() for name in _MATRICES]
-        routed = [distribute_tensor(s[: moe.experts].contiguous(), mesh, [Shard(0)]) for s in stacks]
-        self.routed = Matrices(*routed, moe.run)
-        self.shared = Matrices(*(s[moe.experts :].clone() for s in stacks), moe.run)
+        w13, w2 = (distribute_tensor(s[: moe.experts].contiguous(), mesh, [Shard(0)]) for s in stacks)
+        self.routed = Matrices(w13, w2, moe.run)
+        w13, w2 = (s[moe.experts :].clone() for s in stacks)
+        self.shared = Matrices(w13, w2, moe.run)
         for name in _MATRICES:
             delattr(moe, name)
 

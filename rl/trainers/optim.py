@@ -173,7 +173,7 @@ class Optimizer:
             tensor.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Momenta by parameter name, and float32 copies where there are any; tensors laid out as the policy."""
+        """Momenta by parameter name, and float32 copies where there are any, laid out as the policy."""
 
         def of(name: str, tensor: Tensor) -> Tensor:
             spread = tensor.ndim > 0 and shards.is_spread(self.parameters[name])

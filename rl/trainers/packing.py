@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from model.batch import floors_from_starts
 from model.choices import Choices, SamplingMask
+from model.images import PreparedImage
+from model.vision import TokenType
 from rl.trainers.data import Sample
 from rl.trainers.ranks import ALONE, Ranks
 
@@ -31,6 +34,8 @@ class MicroBatch:
         indices: which samples of the batch these are, [N].
         choices: what to choose for the T tokens; None: all is free.
         sampling_mask: what the T tokens could have been; None: anything.
+        image_types: int64 [T], `TokenType`s; None: text only.
+        images: those among the tokens, in their order.
         idle: it only keeps this rank in step with others that have one more: nothing of it counts.
         window_floors: int64 [T, 2], positions of its sample before which a token sees no window keys, in the
             encoder and the decoder; None: no sampler lost a window.
@@ -47,6 +52,8 @@ class MicroBatch:
     choices: Choices | None = None
     sampling_mask: SamplingMask | None = None
     window_floors: Tensor | None = None
+    image_types: Tensor | None = None
+    images: tuple[PreparedImage, ...] = ()
     idle: bool = False
 
 
@@ -149,7 +156,21 @@ def _collate(samples: Sequence[Sample], indices: tuple[int, ...], device: torch.
         choices=None if choices is None else choices.to(device),
         sampling_mask=None if mask is None else mask.to(device),
         window_floors=None if floors is None else floors.to(device),
+        **_images(samples, device),
     )
+
+
+def _images(samples: Sequence[Sample], device: torch.device) -> dict[str, Any]:
+    if all(sample.images is None for sample in samples):
+        return {}
+    types = [
+        np.full(len(sample), TokenType.TEXT, np.int64) if sample.images is None else sample.images.types
+        for sample in samples
+    ]
+    return {
+        "image_types": torch.from_numpy(np.concatenate(types)).to(device=device, dtype=torch.int64),
+        "images": tuple(image for s in samples if s.images is not None for image in s.images.images),
+    }
 
 
 def _sampling_mask(samples: Sequence[Sample]) -> SamplingMask | None:

@@ -8,9 +8,7 @@ whole: of a table a step touches a few rows, and the drafter is small.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -22,58 +20,8 @@ from torch.distributed.tensor import Shard
 from model.config import PolicyConfig
 from model.policy import Policy
 from rl.trainers import shards
-from rl.trainers.experts import ROUTED, SpreadExperts, split_stacks, stacked_name
-from rl.trainers.ranks import Ranks
-
-
-class ParallelError(ValueError):
-    """A division over processes that a policy or a batch does not allow: what, why, and what to do."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelConfig:
-    """How many processes train one policy.
-
-    Attributes:
-        data: processes, among which a step's samples and the parameters are divided.
-        expert: over how many of them the experts of a layer are spread; divides `data`.
-    """
-
-    data: int = 1
-    expert: int = 1
-
-    def __post_init__(self) -> None:
-        if self.data < 1 or self.expert < 1:
-            raise ParallelError(
-                f"parallel.data={self.data}, parallel.expert={self.expert}: both are at least 1"
-            )
-        if self.data % self.expert:
-            raise ParallelError(
-                f"parallel.expert={self.expert} does not divide parallel.data={self.data}: experts are spread "
-                "over some of the processes, in groups of one size; choose a divisor"
-            )
-
-    def check(self, policy: PolicyConfig) -> None:
-        """Refuses a policy whose experts cannot be divided so.
-
-        Raises:
-            ParallelError: The number of experts, or the width of one, does not divide.
-        """
-        experts, replicas = policy.n_routed_experts, self.data // self.expert
-        if experts % self.expert:
-            raise ParallelError(
-                f"parallel.expert={self.expert} does not divide the {experts} experts of this policy; choose "
-                f"one of {', '.join(str(n) for n in range(1, experts + 1) if experts % n == 0)}"
-            )
-        for name, width in (
-            ("moe_intermediate_size", 2 * policy.moe_intermediate_size),
-            ("hidden_size", policy.hidden_size),
-        ):
-            if width % replicas:
-                raise ParallelError(
-                    f"parallel.data={self.data} with parallel.expert={self.expert} shards every expert over "
-                    f"{replicas} processes, which does not divide {width} ({name}); choose other numbers"
-                )
+from rl.trainers.experts import ROUTED, SpreadExperts, stacked_name
+from rl.trainers.parallel_config import ParallelConfig, ParallelError
 
 
 def spread(policy: Policy, config: ParallelConfig) -> None:
@@ -128,35 +76,18 @@ def full_state(policy: Policy) -> Iterator[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def load_full_state(policy: Policy, state: dict[str, Tensor]) -> None:
-    """Loads tensors named as in one process into a policy, spread or not."""
-    if not isinstance(policy, FSDPModule):
-        policy.load_state_dict(state)
-        return
-    parts = split_stacks(state, policy.config.n_routed_experts)
+def load_parts(policy: Policy, state: Mapping[str, Tensor]) -> None:
+    """Loads tensors named as `policy` names them, whole or laid out as its own are."""
     own = policy.state_dict()
-    assert own.keys() == parts.keys(), "the same policy"
+    if own.keys() != state.keys():
+        raise ParallelError("the stored policy has other parameters; resume with the model it was trained as")
     for name, tensor in own.items():
-        shards.part(tensor).copy_(shards.part_of_stored(tensor, parts[name]))
+        shards.part(tensor).copy_(shards.part_of_stored(tensor, state[name]))
 
 
-def finish_forward(policy: Policy) -> None:
-    """Gives the gathered parameters back after a forward pass that no backward pass follows."""
-    if isinstance(policy, FSDPModule):
-        policy.reshard()
-
-
-@contextmanager
-def gathered(policy: Policy) -> Iterator[None]:
-    """Lets what is no part of a forward pass read the embedding and the head."""
-    if isinstance(policy, FSDPModule):
-        policy.unshard()
-    try:
-        yield
-    finally:
-        finish_forward(policy)
-
-
-def ranks_of(config: ParallelConfig) -> Ranks:
-    """This process among those of the default process group."""
-    return Ranks(dist.get_rank(), config.data)
+def host_policy(config: PolicyConfig, tensors: dict[str, Tensor]) -> Policy:
+    """A policy made of these tensors, not copied, to be written to disk."""
+    with torch.device("meta"):
+        policy = Policy(config)
+    policy.load_state_dict(tensors, assign=True)
+    return policy

@@ -16,8 +16,8 @@ from rl.trainers.data import Sample
 from rl.trainers.draft import DraftConfig
 from rl.trainers.forward import token_outputs
 from rl.trainers.optim import OptimizerConfig, require_at_least
-from rl.trainers.parallel import finish_forward
 from rl.trainers.ranks import ALONE, Ranks
+from rl.trainers.shards import finish_forward
 
 
 def _optimizer() -> OptimizerConfig:
@@ -33,6 +33,15 @@ class SFTConfig:
     Attributes:
         steps: optimiser steps, which the schedule spans.
         batch_size: demonstrations per step.
+        data: files of conversations or trajectories (.jsonl, .parquet, or a folder of `datasets`); none: the
+            environment's own demonstrations.
+        validation: such files, held out.
+        validate_every: steps between validations; there is one after the last step, too.
+        validation_samples: the first so many samples of them are used.
+        effort: of conversations that name none; null renders none.
+        max_tokens: longer samples of files are refused.
+        cut: keep the beginning of samples that are too long, instead.
+        min_score: trajectories in files with a lower score, or none, are passed over; null takes all.
         token_budget: most tokens of a micro-batch.
         optimizer: rates and schedule.
         fake_quant: whether keys are rounded as the caches will store them.
@@ -47,6 +56,14 @@ class SFTConfig:
 
     steps: int = 250
     batch_size: int = 64
+    data: tuple[str, ...] = ()
+    validation: tuple[str, ...] = ()
+    validate_every: int = 50
+    validation_samples: int = 256
+    effort: int | None = None
+    max_tokens: int | None = None
+    cut: bool = False
+    min_score: float | None = None
     token_budget: int = 8192
     optimizer: OptimizerConfig = field(default_factory=_optimizer)
     fake_quant: bool = False
@@ -58,7 +75,19 @@ class SFTConfig:
 
     def __post_init__(self) -> None:
         require_at_least(self, 0, "steps", "balance_coef", "indexer_coef")
-        require_at_least(self, 1, "batch_size", "token_budget")
+        require_at_least(self, 1, "batch_size", "token_budget", "validate_every", "validation_samples")
+        self._check_files()
+
+    def _check_files(self) -> None:
+        if self.max_tokens is not None:
+            require_at_least(self, 2, "max_tokens")
+        if self.effort is not None and not 1 <= self.effort <= 100:
+            raise ValueError(f"effort={self.effort}: an effort is from 1 to 100")
+        if self.cut and self.max_tokens is None:
+            raise ValueError("cut=true has no effect without max_tokens; set both, or neither")
+        for name in ("effort", "max_tokens", "min_score"):
+            if getattr(self, name) is not None and not (self.data or self.validation):
+                raise ValueError(f"{name} is of samples from files and has no effect without sft.data")
 
 
 class SFTTrainer(Trainer):

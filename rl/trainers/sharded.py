@@ -14,22 +14,47 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from model.policy import Policy
 from rl.trainers import shards
 from rl.trainers.experts import split_stacks, stacked_name
 from rl.trainers.ranks import Ranks
 
+FOLDER = "shards"
+"""Of a checkpoint that several processes wrote."""
 _SEPARATOR = "|"
+
+
+def take_optimizers(own: dict[str, Any]) -> dict[str, Any]:
+    """Takes the optimisers' tensors out of the trainers' states, for `save`."""
+    tree: dict[str, Any] = {}
+    for kind in ("sft", "rl"):
+        trainer = own[kind]
+        for name, state in ((kind, trainer), (f"{kind}_draft", (trainer or {}).get("draft"))):
+            if state is not None:
+                tree[name] = state.pop("optimizer")
+    return tree
+
+
+def put_optimizers(own: dict[str, Any], tree: Mapping[str, Any]) -> None:
+    """Puts back what `take_optimizers` took."""
+    empty = {"adamw": {}, "muon": {}, "balanced": {}, "tables": {}, "masters": {}}
+    for kind in ("sft", "rl"):
+        trainer = own[kind]
+        for name, state in ((kind, trainer), (f"{kind}_draft", (trainer or {}).get("draft"))):
+            if state is not None:
+                state["optimizer"] = {**empty, **tree.get(name, {})}
 
 
 def save(folder: Path, tree: Mapping[str, Any], policy: Policy, ranks: Ranks) -> None:
     """Writes the tensors of nested mappings (collective). Those of parameters are named after them."""
     flat = dict(_flat(split_stacks(tree, policy.config.n_routed_experts)))
     with _quiet():
-        dcp.save(flat, checkpoint_id=folder, no_dist=ranks.alone)
+        save_distributed(flat, checkpoint_id=folder, no_dist=ranks.alone)
 
 
 def load(folder: Path, policy: Policy, ranks: Ranks) -> dict[str, Any]:
@@ -38,14 +63,14 @@ def load(folder: Path, policy: Policy, ranks: Ranks) -> dict[str, Any]:
     Raises:
         CheckpointException: The folder is damaged.
     """
-    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
     parameters = dict(policy.named_parameters())
     flat: dict[str, Any] = {}
     for key, stored in metadata.items():
         assert isinstance(stored, TensorStorageMetadata), f"{key} is a tensor"
         flat[key] = _room(key, stored, parameters)
     with _quiet():
-        dcp.load(flat, checkpoint_id=folder, no_dist=ranks.alone)
+        load_distributed(flat, checkpoint_id=folder, no_dist=ranks.alone)
     tree = _nested(flat)
     spread = any(shards.is_spread(parameter) for parameter in parameters.values())
     return tree if spread else _stacked(tree)

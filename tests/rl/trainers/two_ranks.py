@@ -13,8 +13,9 @@ from model.policy import Policy
 from rl.algorithms import AlgorithmConfig
 from rl.trainers import OptimizerConfig, RLConfig, RLTrainer, SFTConfig, SFTTrainer, sharded, shards
 from rl.trainers.experts import stacked_name
-from rl.trainers.parallel import ParallelConfig, full_state, spread
-from rl.trainers.ranks import ALONE, Ranks
+from rl.trainers.parallel import full_state, spread
+from rl.trainers.parallel_config import ParallelConfig
+from rl.trainers.ranks import Ranks
 
 RATES = OptimizerConfig(
     learning_rate=1e-3, muon_learning_rate=1e-2, balanced_learning_rate=1e-2, warmup_steps=0, head_wise=True
@@ -67,8 +68,7 @@ def sft(policy, samples, ranks, **settings):
     metrics, gradients = with_gradients(trainer, lambda: trainer.step(samples))
     second = trainer.step(samples[:1])
     logprobs = trainer.logprobs(samples)
-    evaluated = trainer.evaluate(samples)
-    result = {"metrics": metrics, "second": second, "gradients": gradients, "evaluated": evaluated}
+    result = {"metrics": metrics, "second": second, "gradients": gradients}
     result["logprobs"] = np.concatenate(logprobs)
     result["weights"] = dict(full_state(policy))
     return result
@@ -106,11 +106,9 @@ def main(folder: Path, rank: int, size: int):
             spread(made, ParallelConfig(data=size, expert=expert))
             return made
 
-        results = {
-            "sft": sft(policy(), inputs["samples"], ranks),
-            "recompute": sft(policy(), inputs["samples"], ranks, recompute=True),
-            "rl": rl(policy(), inputs["groups"], ranks),
-        }
+        results = {"sft": sft(policy(), inputs["samples"], ranks, recompute=expert == 1)}
+        if expert > 1:
+            results["rl"] = rl(policy(), inputs["groups"], ranks)
         with torch.no_grad():
             reshard(policy(), folder, ranks, expert)
         if rank == 0:
