@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
 
 from rl.launch.config import RunConfig
 from rl.trainers.ranks import Ranks
@@ -126,7 +125,8 @@ def _join(rank: int, store: str, config: RunConfig, checkpoints: Path) -> Any:
     from rl.trainers.learner import Learner
 
     size = config.trainer.parallel.data
-    dist.init_process_group("gloo", store=FileStore(store, size), rank=rank, world_size=size)
+    meeting = dist.FileStore(store, size)  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=size)
     return Learner(config, checkpoints, Ranks(rank, size))
 
 
