@@ -19,12 +19,16 @@ from model.diagnostics.scales import ScaleMonitor
 from model.engine.speculative import Speculation
 from model.policy import Policy
 from rewards import unit_tests
+from rl.collective import CollectiveInbox
 from rl.engines.native import NativeEngine
+from rl.engines.prefixes import open_prefixes
 from rl.launch.config import RunConfig
 from rl.rollout.generator import Generator
 from rl.rollout.sandboxes import FleetSandboxes
 from rl.rollout.wal import TokenLog
 from rl.rollout.worker import Worker
+from rl.serve.agents import AgentDoor
+from rl.serve.taps import Taps
 from sandbox.client import Fleet
 
 
@@ -63,28 +67,43 @@ def use_threads(count: int) -> None:
 
 @asynccontextmanager
 async def open_generator(
-    config: RunConfig, token_log: Path, fleet_state: Path, owner: str
+    config: RunConfig, token_log: Path, fleet_state: Path, owner: str, shared: Policy | None = None
 ) -> AsyncIterator[Generator]:
-    """Opens the rollout process: engine, token log, a connection to the fleet, and a worker."""
+    """Opens the rollout process: engine, token log, a connection to the fleet, and a worker.
+
+    The engine's policy is `shared`, whose tensors somebody else changes between two tokens, or its own.
+    """
     use_threads(config.launcher.generator_threads)
-    net, chat, env = policy(config), chat_format(config), environment(config)
+    net, chat, env = shared or policy(config), chat_format(config), environment(config)
     net.fake_quant, net.exact = config.trainer.fake_quant, config.model.exact
     rollout = config.rollout
     log = TokenLog(
         token_log, flush_ms=rollout.flush_ms, fsync=rollout.fsync, segment_bytes=rollout.segment_bytes
     )
-    engine = NativeEngine(
+    prefixes = open_prefixes(
+        config.engine.prefix_store,
+        config.engine.prefix,
         net,
-        max_requests=config.engine.max_requests,
-        max_tokens=config.engine.max_tokens,
-        on_step=log.on_step,
-        caches=config.engine.kv_on_update,
-        speculate=speculation(config),
-        storage=config.engine.storage,
-        pages=config.engine.pages,
+        chat,
         replay=config.engine.replay,
+        folder=token_log.parent,
     )
     async with AsyncExitStack() as stack:
+        store = stack.enter_context(prefixes)
+        taps = Taps(log.on_step)
+        served = await stack.enter_async_context(AsyncExitStack())  # ends after the samples
+        engine = NativeEngine(
+            net,
+            max_requests=config.engine.max_requests,
+            max_tokens=config.engine.max_tokens,
+            on_step=taps.on_step,
+            caches=rollout.kv_on_update,
+            speculate=speculation(config),
+            storage=config.engine.storage,
+            pages=config.engine.pages,
+            replay=config.engine.replay,
+            prefix_store=store,
+        )
         sandboxes = None
         if env.sandbox is not None or env.reward_name == "unit_tests":
             fleet = await Fleet.connect(
@@ -98,10 +117,21 @@ async def open_generator(
         reward = rewards.load(env.reward_name) if env.reward_name else None
         scaffold = scaffolds.load(config.scaffold.name)
         worker = Worker(
-            env, scaffold, engine, chat, sandboxes, reward, log, rollout, max_turns=config.scaffold.max_turns
+            env,
+            scaffold,
+            engine,
+            chat,
+            sandboxes,
+            reward,
+            log,
+            rollout,
+            max_turns=config.scaffold.max_turns,
+            door=AgentDoor(engine, taps, chat, rollout.max_total_tokens, served),
         )
         every = config.engine.scales_every
         scales = ScaleMonitor(net, every) if every else None
         generator = Generator({(env.name, config.scaffold.name): worker}, engine, log, rollout, scales)
+        if config.launcher.weights == "collective":
+            generator.inbox = CollectiveInbox(engine, net.device)
         stack.push_async_callback(generator.close)
         yield generator

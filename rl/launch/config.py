@@ -14,9 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from model.config import PolicyConfig
 from rewards.length import LengthPenaltyConfig
 from rl.algorithms.config import AlgorithmConfig
+from rl.engines.prefixes import PrefixSizes, Tier
 from rl.rollout.config import RolloutConfig
 from rl.trainers.rl import RLConfig
 from rl.trainers.sft import SFTConfig
+from rl.transports import Medium
 
 
 class Section(BaseModel):
@@ -100,6 +102,9 @@ class EngineSection(Section):
             need. When they run out, requests wait and lose nothing.
         replay: how much of a prompt runs through the decoder: all (off), its last window (bounded), or all
             that its last window depends on (exact).
+        prefix_store: where beginnings of histories are kept for later requests: nowhere (off), in
+            memory, or in memory and on disk. Needs engine.storage=packed.
+        prefix: its sizes.
         scales_every: in every so many-th forward pass block scales at their limits are counted
             (`quant/rollout/...`); 0 never counts.
     """
@@ -111,16 +116,22 @@ class EngineSection(Section):
     temperature: float = Field(default=1.0, gt=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
-    kv_on_update: Literal["keep", "recompute"] = "keep"
     speculate: Literal["off", "rejection", "coupled"] = "off"
     draft_length: int | None = Field(default=None, ge=1)
     storage: Literal["dense", "packed"] = "dense"
     pages: int | None = Field(default=None, ge=1)
     replay: Literal["off", "bounded", "exact"] = "off"
+    prefix_store: Tier = "off"
+    prefix: PrefixSizes = PrefixSizes()
     scales_every: int = Field(default=200, ge=0)
 
     @model_validator(mode="after")
     def _pages_are_packed(self) -> Self:
+        if self.prefix_store != "off" and self.storage != "packed":
+            raise ValueError(
+                f"engine.prefix_store={self.prefix_store} keeps packed pages: set engine.storage=packed, or "
+                "engine.prefix_store=off"
+            )
         if self.pages is not None and self.storage != "packed":
             raise ValueError(
                 f"engine.pages={self.pages} belongs to packed caches: set engine.storage=packed, or leave it "
@@ -167,13 +178,55 @@ class LoggerSection(Section):
 
 
 class Launcher(Section):
-    """Where the processes run. An empty `address` starts a private Ray cluster on this machine."""
+    """Where the processes run. An empty `address` starts a private Ray cluster on this machine.
+
+    Attributes:
+        placement: `split` gives trainer and generators processes of their own; `colocated` lets one process
+            do both in turns, on the same weights: training preempts the rollouts at a token boundary.
+        replicas: generator processes; samples go to the least loaded. A resumed run keeps its number.
+        prefill_replicas: engines that compute prompts for the generators, which then only decode; 0: each
+            generator computes its own.
+        restarts: how often a process may die without progress between; a successor goes on with its samples.
+        weights: how they travel: `shared_memory` within one host, `object_store` or `collective` (NCCL
+            between GPUs, Gloo between CPUs) between hosts.
+        weights_deadline_s: a generator that takes weights no faster is replaced.
+        strategy: how processes are put on the nodes of a cluster (Ray's placement strategies).
+        learner_cpus: cores reserved on the learner's node; likewise replica_cpus, learner_gpus, replica_gpus.
+        placement_deadline_s: how long to wait for reserved resources.
+    """
 
     address: str = ""
+    placement: Literal["split", "colocated"] = "split"
+    replicas: int = Field(default=1, ge=1)
+    prefill_replicas: int = Field(default=0, ge=0)
+    restarts: int = Field(default=3, ge=0)
+    weights: Medium = "shared_memory"
+    weights_deadline_s: float = Field(default=120.0, gt=0)
+    strategy: Literal["pack", "spread", "strict_pack", "strict_spread"] = "pack"
+    learner_cpus: float = Field(default=1.0, ge=0)
+    replica_cpus: float = Field(default=1.0, ge=0)
+    learner_gpus: float = Field(default=0.0, ge=0)
+    replica_gpus: float = Field(default=0.0, ge=0)
+    placement_deadline_s: float = Field(default=60.0, gt=0)
     sft_threads: int = Field(default=2, ge=1)
     trainer_threads: int = Field(default=1, ge=1)
     generator_threads: int = Field(default=1, ge=1)
     object_store_bytes: int = Field(default=128 << 20, ge=78_643_200)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.placement == "colocated" and (self.replicas > 1 or self.prefill_replicas):
+            raise ValueError(
+                f"launcher.placement=colocated is one process that trains and generates; with "
+                f"launcher.replicas={self.replicas} and launcher.prefill_replicas={self.prefill_replicas} "
+                "set launcher.placement=split"
+            )
+        if not (self.learner_cpus or self.learner_gpus) or not (self.replica_cpus or self.replica_gpus):
+            raise ValueError(
+                "a process that reserves nothing cannot be placed: set launcher.learner_cpus (or "
+                "learner_gpus) and launcher.replica_cpus (or replica_gpus) above 0"
+            )
+        return self
 
 
 class RunConfig(Section):
@@ -222,6 +275,12 @@ class RunConfig(Section):
                 f"engine.top_p={self.engine.top_p} and engine.top_k={self.engine.top_k} cut the distribution "
                 "that is sampled from, and the trainer does not know the cut; train with engine.top_p=1 "
                 "engine.top_k=0"
+            )
+        if self.model.exact and self.rollout.kv_on_update == "keep" and self.rollout.staleness:
+            raise ValueError(
+                "model.exact=true promises the trainer's numbers to the last bit, and "
+                "rollout.kv_on_update=keep goes on with keys that earlier weights computed; set "
+                "rollout.kv_on_update=recompute (or rollout.staleness=0, which updates nothing in flight)"
             )
         if self.run.resume and self.run.clean:
             raise ValueError("run.resume and run.clean exclude each other; give one of them")

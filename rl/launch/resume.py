@@ -20,6 +20,7 @@ _FIXED = (
     "run.seed",
     "sft.steps",
     "sft.batch_size",
+    "launcher.replicas",
 )
 _ONCE = ("resume", "clean", "run.resume", "run.clean")
 

@@ -51,7 +51,7 @@ def _run(overrides: Sequence[str], config: RunConfig) -> int:
     folder = open_run(config)
     folder.write_config(list(overrides), config)
     try:
-        with _terminate_as_interrupt():
+        with terminate_as_interrupt():
             _drive(config, folder, changes)
     except KeyboardInterrupt:
         folder.close(RunState.INTERRUPTED)
@@ -88,7 +88,7 @@ def _drive(config: RunConfig, folder: RunFolder, changes: Sequence[str]) -> None
 
 
 @contextlib.contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
+def terminate_as_interrupt() -> Iterator[None]:
     """Lets SIGTERM, and SIGHUP when the terminal closes, end a run as Ctrl-C does."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:

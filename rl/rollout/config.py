@@ -20,7 +20,9 @@ class RolloutConfig:
     `retries` is the number of further attempts of a sample that failed for infrastructure. After
     `breaker_failures` failures in a row an environment rests for `breaker_rest_s`, then one sample probes
     it. `flush_ms` bounds what a crash can cost in sampled tokens (0: every decode step is written at once);
-    `fsync` also survives the loss of power.
+    `fsync` also survives the loss of power. `kv_on_update` says what a new version of the weights does with
+    the caches of samples in flight: `keep` goes on at once with keys of mixed versions, `recompute` computes
+    them anew.
     """
 
     max_in_flight: int = 128
@@ -40,6 +42,7 @@ class RolloutConfig:
     flush_ms: float = 50.0
     fsync: bool = False
     segment_bytes: int = 64 << 20
+    kv_on_update: Literal["keep", "recompute"] = "keep"
 
     def __post_init__(self) -> None:
         """Checks every field.
@@ -55,6 +58,7 @@ class RolloutConfig:
             self._require(name, getattr(self, name) > 0, "greater than 0 seconds")
         self._require("max_total_tokens", self.max_total_tokens >= 2, "at least 2 (a prompt and one token)")
         self._require("segment_bytes", self.segment_bytes >= 4096, "at least 4096 bytes")
+        self._require("kv_on_update", self.kv_on_update in ("keep", "recompute"), "'keep' or 'recompute'")
         self._require("stale", self.stale in ("mask", "drop"), "'mask' or 'drop'")
 
     def check_group_size(self, size: int) -> None:

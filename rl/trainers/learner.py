@@ -15,13 +15,13 @@ from model.checkpoint import save_policy
 from rl import build
 from rl.checkpoint import Checkpoint, CheckpointStore
 from rl.launch.config import RunConfig
+from rl.publish import outbox
 from rl.rollout.buffer import Batch
 from rl.trainers.data import Sample, trajectory_samples
 from rl.trainers.demonstrations import Demonstrations
 from rl.trainers.ranks import ALONE, Ranks
 from rl.trainers.rl import RLTrainer
 from rl.trainers.sft import SFTTrainer
-from rl.weights import WeightSnapshot
 
 
 class Learner:
@@ -39,6 +39,7 @@ class Learner:
             spread(self.policy, config.trainer.parallel)
         self.sft = SFTTrainer(self.policy, config.sft, ranks=ranks)
         self.rl: RLTrainer | None = None
+        self.outbox = outbox(config.launcher.weights, self.weights)
         self._data = Demonstrations(config, self._chat, self.policy.config)
 
     def warm_start(self, steps: int) -> dict[str, float]:
@@ -63,13 +64,10 @@ class Learner:
         assert batch.version == self.rl.version, "the controller counts the same steps"
         return self.rl.step(batch.groups, min_version=batch.min_version)
 
-    def snapshot(self) -> WeightSnapshot | None:
-        """Returns the current weights, as the version that the next samples carry; None beside rank 0."""
+    def weights(self) -> tuple[Mapping[str, Tensor], int]:
+        """Returns the current weights (nothing beside rank 0), and the version that the next samples carry."""
         version = 0 if self.rl is None else self.rl.version
-        if self._ranks.alone:
-            return WeightSnapshot.pack(self.policy.state_dict(), version)
-        tensors = self._whole_policy()
-        return WeightSnapshot.pack(tensors, version) if tensors else None
+        return (self.policy.state_dict() if self._ranks.alone else self._whole_policy()), version
 
     def _whole_policy(self) -> dict[str, Tensor]:
         """The weights in host memory, gathered tensor by tensor (collective); nothing beside rank 0."""

@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rl.launch.config import RunConfig
+from rl.publish import outbox
 from rl.trainers.ranks import Ranks
 
 _PR_SET_PDEATHSIG = 1
@@ -40,6 +41,7 @@ class LearnerGroup:
         store = str(Path(self._folder.name) / "store")
         self._children = [_Child(rank, store, config, checkpoints) for rank in range(1, size)]
         try:
+            self.outbox = outbox(config.launcher.weights, lambda: self.call("weights"))
             self._learner = _join(0, store, config, checkpoints)
             self._collect()
         except Exception as error:
