@@ -167,7 +167,7 @@ class Policy(nn.Module):
             expert_load=expert_load(routings, experts, None if image is None else ~image),
             image_expert_load=None if image is None else expert_load(routings, experts, image),
             balance_loss=balance_loss(routings, tokens.cu_seqlens),
-            indexer_loss=None if supervision is None else supervision.total(),
+            indexer_loss=None if supervision is None else supervision.total(batch.total),
         )
         return PolicyOutput(hidden, aux, batch.features)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rewards.overlong import OverlongConfig
 from rl.algorithms.advantages.registry import ADVANTAGES, needs_critic, needs_group
 from rl.algorithms.aggregation import MODES
 from rl.algorithms.corrections import CORRECTIONS
@@ -20,7 +21,7 @@ from rl.algorithms.losses import LOSSES
 from rl.algorithms.registry import AlgorithmError, settings_of
 
 _CHOICES = {"group_size", "advantage", "loss", "corrections", "aggregation", "max_length"}
-_CHOICES |= {"kl", "kl_coef", "kl_in", "entropy_coef", "options"}
+_CHOICES |= {"overlong", "kl", "kl_coef", "kl_in", "entropy_coef", "options"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,7 @@ class AlgorithmConfig:
         kl_coef: weight of the KL.
         kl_in: `loss` adds it to the loss, `reward` subtracts it from the token's advantage.
         entropy_coef: weight of the entropy bonus.
+        overlong: penalty for answers near the greatest length, added to the rewards; null: none.
         options: settings of a user's own functions.
     """
 
@@ -54,6 +56,7 @@ class AlgorithmConfig:
     kl_coef: float = 0.0
     kl_in: str = "loss"
     entropy_coef: float = 0.0
+    overlong: OverlongConfig | None = None
     clip_low: float | None = None
     clip_high: float | None = None
     dual_clip: float | None = None

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from model.config import PolicyConfig
 from model.layers.indexer_loss import Variant
 from model.policy import Policy, PolicyAux
 from rl.trainers.data import Sample
@@ -34,31 +35,29 @@ class TrainerStateError(ValueError):
 class Loads:
     """Tokens routed to each expert in one step, [layers, experts], of text and of images."""
 
-    def __init__(self) -> None:
-        self._text: Tensor | None = None
+    def __init__(self, config: PolicyConfig) -> None:
+        self._shape = (config.num_hidden_layers, config.n_routed_experts)
+        self.clear()
+
+    def clear(self) -> None:
+        """Starts anew."""
+        self._text = torch.zeros(self._shape)
         self._image: Tensor | None = None
 
     def add(self, aux: PolicyAux) -> None:
         """Adds a micro-batch."""
-        text, image = aux.expert_load.detach(), aux.image_expert_load
-        self._text = text if self._text is None else self._text + text
-        if image is not None:
-            self._image = image.detach() if self._image is None else self._image + image.detach()
+        self._text = self._text + aux.expert_load.detach().cpu()
+        if aux.image_expert_load is not None:
+            self._image = (0 if self._image is None else self._image) + aux.image_expert_load.detach().cpu()
 
-    def total(self, ranks: Ranks) -> tuple[Tensor, Tensor | None]:
-        """Those of all ranks, and starts anew. The step had at least one micro-batch on some rank."""
-        shape = ranks.gather(None if self._text is None else list(self._text.shape))
-        zeros = torch.zeros(next(found for found in shape if found is not None))
-        text = ranks.total(zeros if self._text is None else self._text)
-        image = None
+    def total(self, ranks: Ranks, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """Those of all ranks; starts anew."""
+        text, image = ranks.total(self._text).to(device), None
         if ranks.any(self._image is not None):
-            image = ranks.total(zeros if self._image is None else self._image)
-        self._text = self._image = None
+            own = torch.zeros(self._shape) if self._image is None else self._image
+            image = ranks.total(own).to(device)
+        self.clear()
         return text, image
-
-    def clear(self) -> None:
-        """Forgets them."""
-        self._text = self._image = None
 
 
 class Trainer:
@@ -98,7 +97,7 @@ class Trainer:
                 temperature=temperature,
                 ranks=ranks,
             )
-        self.loads = Loads()
+        self.loads = Loads(policy.config)
         self.steps = 0
         self.version = 0
 

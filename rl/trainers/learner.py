@@ -65,7 +65,7 @@ class Learner:
         return self.rl.step(batch.groups, min_version=batch.min_version)
 
     def weights(self) -> tuple[Mapping[str, Tensor], int]:
-        """Returns the current weights (nothing beside rank 0), and the version that the next samples carry."""
+        """Returns the current weights (nothing beside rank 0), and the version of the next samples."""
         version = 0 if self.rl is None else self.rl.version
         return (self.policy.state_dict() if self._ranks.alone else self._whole_policy()), version
 

@@ -157,7 +157,7 @@ class RLTrainer(Trainer):
             if self.critic is not None:
                 batch = self._valued(batch)
             scales = self._accumulate_and_count(batch, measures)
-            updated = self.update(*self.loads.total(self.ranks))
+            updated = self.update(*self.loads.total(self.ranks, self.policy.device))
             if self.critic is not None:
                 critic = self.critic.update(sum(sample.trained_tokens for sample in batch.samples))
                 updated |= {f"value.{name}": value for name, value in critic.items()}

@@ -143,7 +143,7 @@ class SFTTrainer(Trainer):
             sums["accuracy"] += int(outputs.correct.sum())
             if outputs.aux.indexer_loss is not None:
                 sums["indexer"] += share * outputs.aux.indexer_loss.item()  # pyright: ignore
-        metrics = self.update(*self.loads.total(self.ranks))
+        metrics = self.update(*self.loads.total(self.ranks, self.policy.device))
         self.steps += 1
         metrics |= {name: self.ranks.sum(sums[name]) for name in ("loss", "accuracy")}
         metrics["accuracy"] /= trained
