@@ -6,8 +6,8 @@ Both take the same optimiser steps over the same documents of long-tailed length
 (packing, masks, metrics, checks), and a loop of a dozen lines: the same model called on the same
 micro-batches, packed beforehand, cross-entropy, clipping, torch's AdamW. They take turns in one process and
 one thread, each round is measured in processor time, and the figure is the median of the rounds' ratios.
-Packing efficiency is the share of the micro-batches' budget that is filled. The last lines hold both; the exit
-status is 1 when one misses what it must show.
+Packing efficiency is the share of the micro-batches' budget that is filled. The last lines hold both; the
+exit status is 1 when one misses what it must show.
 """
 
 from __future__ import annotations

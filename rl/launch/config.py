@@ -7,6 +7,7 @@ has settings owns a frozen dataclass; the sections without a component of their 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -16,6 +17,7 @@ from rewards.length import LengthPenaltyConfig
 from rl.algorithms.config import AlgorithmConfig
 from rl.engines.prefixes import PrefixSizes, Tier
 from rl.rollout.config import RolloutConfig
+from rl.trainers.critic import CriticConfig
 from rl.trainers.rl import RLConfig
 from rl.trainers.sft import SFTConfig
 from rl.transports import Medium
@@ -252,6 +254,7 @@ class RunConfig(Section):
     def _fits_together(self) -> Self:
         self.rollout.check_group_size(self.algorithm.group_size)
         self._check_drafter()
+        self._check_training()
         if not self.model.path:
             self.trainer.parallel.check(PolicyConfig.preset(self.model.preset))
         if self.engine.max_completion_tokens >= self.engine.max_tokens:
@@ -291,6 +294,19 @@ class RunConfig(Section):
                 "or lower the first"
             )
         return self
+
+    def _check_training(self) -> None:
+        if not self.algorithm.needs_critic and self.trainer.critic != CriticConfig():
+            raise ValueError(
+                f"trainer.critic has no effect with algorithm.advantage={self.algorithm.advantage}; set "
+                "algorithm=ppo, or leave it out"
+            )
+        if self.sft.data and not self.sft.steps:
+            raise ValueError("sft.data has no effect with sft.steps=0; set sft.steps, or leave it out")
+        for name in ("data", "validation"):
+            for path in getattr(self.sft, name):
+                if not Path(path).expanduser().exists():
+                    raise ValueError(f"sft.{name}: there is no {path} (seen from {Path.cwd()})")
 
     def _check_drafter(self) -> None:
         trained = self.trainer.draft.anchors or self.sft.draft.anchors

@@ -61,9 +61,7 @@ def with_gradients(trainer, step):
 
 
 def sft(policy, samples, ranks, **settings):
-    config = SFTConfig(
-        token_budget=64, optimizer=RATES, balance_coef=0.1, indexer_coef=0.1, fake_quant=True, **settings
-    )
+    config = SFTConfig(token_budget=64, optimizer=RATES, balance_coef=0.1, indexer_coef=0.1, **settings)
     trainer = SFTTrainer(policy, config, ranks=ranks)
     metrics, gradients = with_gradients(trainer, lambda: trainer.step(samples))
     second = trainer.step(samples[:1])
@@ -75,7 +73,7 @@ def sft(policy, samples, ranks, **settings):
 
 
 def rl(policy, groups, ranks):
-    config = RLConfig(token_budget=32, optimizer=RATES, balance_coef=0.1, indexer_coef=0.1)
+    config = RLConfig(token_budget=32, optimizer=RATES, balance_coef=0.1, indexer_coef=0.1, fake_quant=False)
     trainer = RLTrainer(policy, config, AlgorithmConfig(entropy_coef=0.01), ranks=ranks)
     metrics, gradients = with_gradients(trainer, lambda: trainer.step(groups))
     return {"metrics": metrics, "gradients": gradients, "weights": dict(full_state(policy))}
