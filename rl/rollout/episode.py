@@ -23,6 +23,7 @@ from rl.engines.base import Completion, Engine, GenerateRequest
 from rl.rollout.assignment import Assignment, request_seed
 from rl.rollout.faults import EpisodeEnded, Fault, Interrupted, boundary
 from rl.rollout.history import Draft, History
+from rl.rollout.latency import Delays
 from rl.rollout.messages import from_chat, to_chat, tool_to_chat
 from rl.rollout.sandboxes import Sandboxes
 from rl.rollout.state import LoggedTurn
@@ -55,6 +56,7 @@ class Surroundings:
     log: TokenLog | None
     max_turns: int
     max_total_tokens: int
+    delays: Delays | None = None
     door: Door | None = None
 
     @property
@@ -229,12 +231,13 @@ class EpisodeRun:
         """A turn's completion: from the log, from the engine, or begun in the log and ended by the engine."""
         turn, session, log = self.history.turns, self._assignment.session, self._around.log
         if logged is not None and logged.finish is not None:
-            return logged.completion
+            return logged.completion(len(self.history.ids))
         if log is not None and logged is None:
             log.begin(session, turn, prompt_ids, new_branch=new_branch)
         completion = await self._generate(turn, budget, logged, through)
         if log is not None:
-            log.turn(session, turn, len(completion.token_ids), completion.finish)
+            count, starts = len(completion.token_ids), completion.replay_starts
+            log.turn(session, turn, count, completion.finish, starts)
         return completion
 
     async def _generate(
@@ -251,7 +254,11 @@ class EpisodeRun:
                 stop_ids=self._around.chat.stop_ids,
                 seed=request_seed(self._assignment.seed, key.group, key.index, turn),
             ),
-            completed=logged.completion if logged is not None and len(logged.tokens) else None,
+            completed=(
+                logged.completion(len(self.history.ids))
+                if logged is not None and len(logged.tokens)
+                else None
+            ),
         )
         with self._doing(Boundary.ENGINE, "engine_s"):
             sampling_turn = self._around.engine.generate(request)
@@ -300,6 +307,8 @@ class EpisodeRun:
 
     async def _run(self, call: ToolCall) -> str:
         with self._doing(Boundary.ENVIRONMENT, "tool_s"):
+            if self._around.delays is not None:
+                await asyncio.sleep(self._around.delays.seconds(self.task.id, self._calls - 1))
             sandboxes = self._around.sandboxes
             lent = nullcontext(self.box) if self.box or sandboxes is None else sandboxes.shared()
             async with lent as box:

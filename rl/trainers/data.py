@@ -20,6 +20,7 @@ from envs.types import Message, Role, Task, ToolSpec, Trajectory, Turn
 from model.choices import Choices, SamplingMask
 from model.images import PreparedImage
 from model.vision import TokenType
+from rl.trainers.choices import ReplayChoices, branch_choices, branch_mask
 
 Columns = tuple[list[int], list[bool], list[float], list[int]]
 
@@ -130,8 +131,11 @@ def trajectory_samples(
     *,
     max_tokens: int | None = None,
     config_version: int = 0,
+    replay: ReplayChoices = "selections",
 ) -> list[Sample]:
     """One sample per branch of a trajectory; the advantage is that of the whole trajectory.
+
+    `replay` names the recorded choices that training repeats. What each token was drawn from is always kept.
 
     A branch that repeats the history of another holds it in its prompt, so no token is trained twice.
     Branches in which nothing was sampled (or all that was is cut off at `max_tokens`) give no sample.
@@ -146,6 +150,7 @@ def trajectory_samples(
         keep = np.asarray(mask[:max_tokens], dtype=bool)
         if not keep.any():
             continue
+        choices, kept = branch_choices(branch, replay), branch_mask(branch)
         samples.append(
             Sample(
                 token_ids=np.asarray(ids[:max_tokens], dtype=np.int32),
@@ -159,6 +164,8 @@ def trajectory_samples(
                 effort=trajectory.key.effort,
                 config_version=config_version,
                 truncated=max_tokens is not None and len(ids) > max_tokens,
+                choices=None if choices is None else choices.first(len(keep)),
+                sampling_mask=None if kept is None else kept[: len(keep)],
                 replay_starts=tuple(start for turn in branch for start in turn.replay_starts),
             )
         )

@@ -9,10 +9,10 @@ from typing import Any
 from model.chat import ChatFormat
 from model.config import PolicyConfig
 from model.images import ImageReader
-from rl import build
+from rl.environments import demonstrations
 from rl.launch.config import RunConfig
 from rl.trainers.conversations import Renderer
-from rl.trainers.data import Sample, demonstration_samples
+from rl.trainers.data import Sample
 from rl.trainers.sft_data import FileSamples
 
 
@@ -37,9 +37,7 @@ class Demonstrations:
         if sft.data:
             self._stream = self._files = FileSamples(sft.data, renderer, config.run.seed)
         else:
-            efforts = config.effort.levels
-            environment, split = build.environment(config), config.env.train_split
-            self._stream = demonstration_samples(environment, chat, split, config.run.seed, efforts=efforts)
+            self._stream = demonstrations(config, chat)
         if sft.validation:
             held_out = FileSamples(sft.validation, renderer, config.run.seed)
             self.validation = held_out.in_order(sft.validation_samples)

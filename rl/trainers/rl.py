@@ -18,6 +18,7 @@ from rl.algorithms.advantages.registry import ADVANTAGES
 from rl.algorithms.registry import settings_of
 from rl.trainers.base import Trainer, TrainerStateError
 from rl.trainers.batch import Batch, build_batch
+from rl.trainers.choices import ReplayChoices
 from rl.trainers.critic import Critic, CriticConfig, Estimates, estimate
 from rl.trainers.draft import DraftConfig
 from rl.trainers.forward import TokenOutputs, token_outputs
@@ -51,6 +52,9 @@ class RLConfig:
             about a third more time).
         parallel: how many processes train the policy together, in SFT too.
         critic: the value model, with advantage=gae.
+        replay_choices: which of the sampler's choices the engine records and the forward pass repeats: none
+            (off), expert ids (experts), or also the keys that attention selected (selections, which takes
+            some hundred numbers a token and layer).
     """
 
     steps: int = 200
@@ -66,6 +70,7 @@ class RLConfig:
     recompute: bool = False
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    replay_choices: ReplayChoices = "experts"
 
     def __post_init__(self) -> None:
         require_at_least(self, 0, "steps", "balance_coef", "indexer_coef", "scales_every")
@@ -148,6 +153,7 @@ class RLTrainer(Trainer):
             version=self.version,
             min_version=min_version,
             recovered_groups=self.recovered_groups,
+            replay=self.config.replay_choices,
         )
         measures = Measures()
         updated: dict[str, float] = {}

@@ -32,7 +32,7 @@ _SEPARATOR = "|"
 def take_optimizers(own: dict[str, Any]) -> dict[str, Any]:
     """Takes the optimisers' tensors out of the trainers' states, for `save`."""
     tree: dict[str, Any] = {}
-    for kind in ("sft", "rl"):
+    for kind in ("sft", "learning"):
         trainer = own[kind]
         for name, state in ((kind, trainer), (f"{kind}_draft", (trainer or {}).get("draft"))):
             if state is not None:
@@ -43,7 +43,7 @@ def take_optimizers(own: dict[str, Any]) -> dict[str, Any]:
 def put_optimizers(own: dict[str, Any], tree: Mapping[str, Any]) -> None:
     """Puts back what `take_optimizers` took."""
     empty = {"adamw": {}, "muon": {}, "balanced": {}, "tables": {}, "masters": {}}
-    for kind in ("sft", "rl"):
+    for kind in ("sft", "learning"):
         trainer = own[kind]
         for name, state in ((kind, trainer), (f"{kind}_draft", (trainer or {}).get("draft"))):
             if state is not None:
