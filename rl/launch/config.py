@@ -399,8 +399,8 @@ class RunConfig(Section):
             return
         if self.trainer.parallel.data > 1:
             raise ValueError(
-                f"opd.teachers with trainer.parallel.data={self.trainer.parallel.data}: one process distils so "
-                "far; set trainer.parallel.data=1"
+                f"opd.teachers with trainer.parallel.data={self.trainer.parallel.data}: one process distils "
+                "so far; set trainer.parallel.data=1"
             )
         if self.trainer.steps:
             raise ValueError(

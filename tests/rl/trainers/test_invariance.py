@@ -158,7 +158,7 @@ def _total(loss, batch, outputs):
     inputs = LossInputs(
         logprobs=outputs.logprobs,
         sampler_logprobs=batch.logprobs,
-        old_logprobs=outputs.logprobs.detach() - 0.01 * batch.loss_mask,
+        old_logprobs=outputs.logprobs.detach(),
         advantages=batch.advantages,
         mask=batch.loss_mask,
         versions=batch.versions,

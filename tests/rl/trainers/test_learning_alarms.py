@@ -98,6 +98,7 @@ def test_too_little_imitation_is_told_as_groups_without_a_right_answer(policy):
     assert "warm up longer" in told[0] and torch.equal(policy.embed.weight, before)
 
 
+@pytest.mark.slow
 def test_a_rate_far_too_high_without_warm_up_is_told_as_a_collapse(policy, make_sample):
     demonstration = make_sample(PROMPT + ANSWER, [0] * 4 + [1] * 3)
     teacher = SFTTrainer(policy, SFTConfig(optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0)))
@@ -108,15 +109,12 @@ def test_a_rate_far_too_high_without_warm_up_is_told_as_a_collapse(policy, make_
         return float(completion == ANSWER)
 
     def draw(**where):
-        return sample_group(policy, PROMPT, judge, length=3, **where)
+        return sample_group(policy, PROMPT, judge, length=3, size=4, **where)
 
-    gentle = RLTrainer(policy, RLConfig(optimizer=OptimizerConfig(learning_rate=0.0)), AlgorithmConfig())
-    alarms, _, rewards = train(gentle, draw, 5)
-    assert min(rewards) > 0.3 and "collapse" not in alarms.active
     wild = OptimizerConfig(learning_rate=0.3, warmup_steps=0, weight_decay=0.5)
     # An entropy bonus: at a reward of 1 the advantages are zero, and only it would move the weights.
     trainer = RLTrainer(policy, RLConfig(optimizer=wild), AlgorithmConfig(entropy_coef=0.1))
-    alarms, told, rewards = train(trainer, draw, 12)
+    alarms, told, rewards = train(trainer, draw, 10)
     assert rewards[0] > 0.3 and not any(rewards[-4:])
     assert any(text.startswith("warning") for text in told)
     assert {"collapse", "all_wrong"} & set(alarms.active)
@@ -130,7 +128,8 @@ def test_a_reward_that_falls_to_zero_and_stays_is_a_collapse():
         told += alarms.check({"rollout/all/reward.mean": reward})
     assert [text for text in told if text.startswith("warning collapse: the reward fell from 0.25")] == told
     assert len(told) == 1
-    assert alarms.check({"rollout/all/reward.mean": 0.25}) == ["warning collapse: over"]
+    again = [text for _ in range(3) for text in alarms.check({"rollout/all/reward.mean": 0.25})]
+    assert again == ["warning collapse: over"]
 
 
 def test_a_noisy_or_a_low_reward_is_no_collapse():
