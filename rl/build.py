@@ -20,6 +20,7 @@ from model.engine.speculative import Speculation
 from model.policy import Policy
 from rewards import unit_tests
 from rl.engines.native import NativeEngine
+from rl.hidden_effort import HiddenEffort
 from rl.launch.config import RunConfig
 from rl.rollout.generator import Generator
 from rl.rollout.sandboxes import FleetSandboxes
@@ -39,9 +40,8 @@ def policy(config: RunConfig) -> Policy:
 
 def chat_format(config: RunConfig) -> ChatFormat:
     """Returns the wording that belongs to the checkpoint; presets bring the one-token tags."""
-    if config.model.path:
-        return load_chat(Path(config.model.path))
-    return nano_chat()
+    chat = load_chat(Path(config.model.path)) if config.model.path else nano_chat()
+    return chat if config.effort.in_prompt else HiddenEffort(chat)
 
 
 def environment(config: RunConfig) -> Environment:

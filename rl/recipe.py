@@ -106,7 +106,7 @@ class Recipe:
     def _controller(self) -> Controller:
         config, env = self.config, build.environment(self.config)
         size = config.algorithm.group_size
-        stream = TaskStream(env, config.env.train_split, config.run.seed, config.effort.levels)
+        stream = TaskStream(env, config.env.train_split, config.run.seed, config.effort.draws(config.run.seed))
         plan = Plan(
             steps=config.trainer.steps,
             group_size=size,

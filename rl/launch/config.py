@@ -15,6 +15,7 @@ from model.config import PolicyConfig
 from rewards.length import LengthPenaltyConfig
 from rl.algorithms.config import AlgorithmConfig
 from rl.rollout.config import RolloutConfig
+from rl.rollout.efforts import EffortDistribution, Efforts
 from rl.trainers.rl import RLConfig
 from rl.trainers.sft import SFTConfig
 
@@ -130,16 +131,35 @@ class EngineSection(Section):
 
 
 class Effort(Section):
-    """The efforts to train at, and the length penalty (none: lengths are not rewarded)."""
+    """The efforts to train at, and the length penalty (none: lengths are not rewarded).
+
+    Attributes:
+        levels: the ladder of efforts; evaluations use these.
+        distribution: how the efforts of training tasks are drawn.
+        in_prompt: whether the policy is told the effort; without, it cannot follow it (a control).
+    """
 
     levels: tuple[int, ...] = (50,)
+    distribution: EffortDistribution = Field(default_factory=EffortDistribution)
+    in_prompt: bool = True
     length_penalty: LengthPenaltyConfig | None = None
 
     @model_validator(mode="after")
-    def _in_range(self) -> Self:
+    def _fits_together(self) -> Self:
         if not self.levels or not all(1 <= level <= 100 for level in self.levels):
             raise ValueError(f"levels={list(self.levels)}: give at least one effort, each from 1 to 100")
+        self.draws(0)
+        penalty = self.length_penalty
+        if penalty is not None and penalty.efforts != self.levels:
+            raise ValueError(
+                f"effort.length_penalty.efforts={list(penalty.efforts)} are not effort.levels="
+                f"{list(self.levels)}, from which b_min and tau follow; set effort.levels only"
+            )
         return self
+
+    def draws(self, seed: int) -> Efforts:
+        """Returns the efforts of every task of a run with this seed."""
+        return Efforts(self.levels, self.distribution, seed)
 
 
 class Eval(Section):

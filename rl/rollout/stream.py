@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from envs.base import Environment
 from envs.types import Task
+from rl.rollout.efforts import Efforts
 
 
 class EmptySplitError(ValueError):
@@ -17,14 +18,14 @@ class EmptySplitError(ValueError):
 class TaskStream:
     """Draws tasks of one split in a fixed order; a finite split starts over in a new order.
 
-    Every task is drawn once for each level of `efforts` in turn, so that the groups of one task differ in
-    effort only. Group numbers are drawn in ascending order; asking for an earlier one starts over.
+    Every task is drawn once for each of its `efforts` in turn, so that the groups of one task differ in effort
+    only. Group numbers are drawn in ascending order; asking for an earlier one starts over.
     """
 
     env: Environment
     split: str
     seed: int
-    efforts: Sequence[int]
+    efforts: Efforts
     _tasks: Iterator[Task] = field(init=False, repr=False)
     _index: int = field(init=False, default=-1)
     _current: Task | None = field(init=False, default=None)
@@ -41,7 +42,7 @@ class TaskStream:
             self._current = next(self._tasks)
             self._index += 1
         assert self._current is not None
-        return self._current, self.efforts[level]
+        return self._current, self.efforts.of_task(index)[level]
 
     def _endless(self) -> Iterator[Task]:
         epoch = 0

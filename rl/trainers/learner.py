@@ -38,7 +38,7 @@ class Learner:
             self._chat,
             config.env.train_split,
             config.run.seed,
-            efforts=config.effort.levels,
+            efforts=config.effort.draws(config.run.seed).pool(),
         )
 
     def warm_start(self, steps: int) -> dict[str, float]:
