@@ -11,9 +11,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
+from envs.agents import Agent, as_agent
 from envs.function import FunctionEnvironment
 from envs.killable import TIMEOUT_S
 from envs.scoring import Part
@@ -24,6 +26,7 @@ from sandbox.types import SandboxSpec
 TaskFunction = Callable[..., Iterator[Task]]
 DemonstrationFunction = Callable[..., Iterator[tuple[Task, Sequence[Message]]]]
 F = TypeVar("F", bound=Callable[..., Any])
+P = TypeVar("P")
 
 
 class Definition:
@@ -61,6 +64,7 @@ class Definition:
         self.demonstration_function: DemonstrationFunction | None = None
         self.setup_function: Callable[..., Any] | None = None
         self.cleanup_function: Callable[..., Any] | None = None
+        self.agent_program: Agent | None = None
 
     def __call__(self, **options: Any) -> FunctionEnvironment:
         """Returns the environment. Raises `UnknownOptionError` for an option the generator does not take."""
@@ -118,6 +122,12 @@ class Definition:
         """Takes a generator of (task, messages), with the parameters of the task generator; for SFT."""
         self.demonstration_function = function
         return function
+
+    def agent(self, program: P) -> P:
+        """Takes the agent for scaffold=external: an async function of (task, access), or an `Agent`."""
+        self.agent_program = as_agent(program)
+        self._need_sandbox(inspect.isroutine(program) and "sandbox" in inspect.signature(program).parameters)
+        return program
 
     def setup(self, function: F) -> F:
         """Takes a function of (task, sandbox) that prepares a trajectory's own sandbox."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
+from envs.agents import Agent
 from envs.base import ToolError
 from envs.plugins import check_options
 from envs.scoring import judge
@@ -35,7 +36,8 @@ class FunctionEnvironment:
         self.sandbox: SandboxSpec | None = definition.sandbox
         self.reward_name: str = definition.reward_name
         self.tools: tuple[ToolSpec, ...] = tuple(tool.spec for tool in definition.tools.values())
-        self.max_turns: int = definition.max_turns or (8 if self.tools else 1)
+        self.agent: Agent | None = definition.agent_program
+        self.max_turns: int = definition.max_turns or (64 if self.agent else 8 if self.tools else 1)
 
     def tasks(self, split: str, seed: int) -> Iterator[Task]:
         """Yields the tasks of a split. Raises ValueError for a split that does not exist."""

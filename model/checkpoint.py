@@ -39,7 +39,10 @@ __all__ = [
     "WrongShape",
     "load_policy",
     "load_weights",
+    "read_config",
+    "read_published",
     "save_policy",
+    "write_published",
 ]
 
 CONFIG = "config.json"
@@ -77,7 +80,7 @@ def save_policy(
     with ShardWriter(folder, shard_bytes) as writer:
         for own, tensor in policy.state_dict().items():
             for published, part in _published_parts(own, tensor, config):
-                _write(writer, published, part, config)
+                write_published(writer, published, part, config)
         for name, table in _mapped_tables(policy):
             _write_mapped(writer, name, table, config)
         writer.finish()
@@ -100,7 +103,7 @@ def load_policy(folder: Path | str, *, dtype: str | None = None, tables: TableSt
         ValueError: the configuration is incomplete or unsupported.
     """
     folder = Path(folder)
-    stored = _read_config(folder)
+    stored = read_config(folder)
     policy = Policy(stored if dtype is None else replace(stored, dtype=dtype), tables=tables)
     reader = ShardReader.of_folder(folder)
     used = load_weights(policy, reader, stored)
@@ -115,7 +118,12 @@ def load_policy(folder: Path | str, *, dtype: str | None = None, tables: TableSt
     return policy
 
 
-def _read_config(folder: Path) -> PolicyConfig:
+def read_config(folder: Path) -> PolicyConfig:
+    """The configuration that a checkpoint folder holds.
+
+    Raises:
+        CheckpointError: There is none, or it cannot be read.
+    """
     file = folder / CONFIG
     if not file.exists():
         raise CheckpointError(f"{folder} has no {CONFIG}: it is not a checkpoint folder")
@@ -236,6 +244,22 @@ def _read(
     return names, value[piece.within] if piece.within else value
 
 
+def read_published(name: str, reader: ShardReader, config: PolicyConfig) -> Tensor:
+    """One published tensor as its values: float32 when it is stored in fewer bits, else as it is stored.
+
+    Raises:
+        CheckpointError: It is missing, damaged, or not of the type that `config` asks for.
+    """
+    kind, value = storage(name, config), reader.read(name)
+    _check_type(name, value, kind)
+    if kind is Storage.PLAIN:
+        return value
+    scale = reader.read(scale_name(name))
+    if kind is Storage.FP8_ROWS:
+        return decode_fp8(value, scale, (1, WIDE_BLOCK))
+    return _DECODERS[kind](value, scale, config)
+
+
 def _published_parts(own: str, tensor: Tensor, config: PolicyConfig) -> list[tuple[str, Tensor]]:
     """Published names and values of the policy's tensor `own`; split published tensors are put together."""
     parts: dict[str, list[Tensor]] = {}
@@ -249,7 +273,8 @@ def _published_parts(own: str, tensor: Tensor, config: PolicyConfig) -> list[tup
     ]
 
 
-def _write(writer: ShardWriter, published: str, value: Tensor, config: PolicyConfig) -> None:
+def write_published(writer: ShardWriter, published: str, value: Tensor, config: PolicyConfig) -> None:
+    """Write one published tensor, encoded as `config` stores it."""
     kind, scale = storage(published, config), scale_name(published)
     if kind is Storage.PLAIN:
         writer.add(published, value.to(plain_dtype(published, config)))

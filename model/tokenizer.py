@@ -7,6 +7,7 @@ why `encode` takes plain text only, and tags are looked up with `tag_id`.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -78,6 +79,10 @@ class Tokenizer:
         """Decodes ids, tags included; ids outside the vocabulary are skipped."""
         known = [int(index) for index in ids if 0 <= index < self.vocab_size]
         return self._backend.decode(known, skip_special_tokens=False)
+
+    def digest(self) -> str:
+        """Hex SHA-256 of everything that decides what an id means."""
+        return hashlib.sha256(self._backend.to_str(pretty=False).encode()).hexdigest()
 
     def save(self, folder: Path) -> None:
         """Writes `tokenizer.json` into `folder`, which is made when it is missing."""

@@ -8,32 +8,28 @@ from pathlib import Path
 
 import torch
 
-import envs.registry
-import rewards
-from envs import scaffolds
-from envs.base import Environment
 from model.chat import ChatFormat, load_chat, nano_chat
 from model.checkpoint import load_policy
-from model.config import PolicyConfig
 from model.diagnostics.scales import ScaleMonitor
 from model.engine.speculative import Speculation
 from model.policy import Policy
-from rewards import unit_tests
+from rl.collective import CollectiveInbox
 from rl.engines.native import NativeEngine
+from rl.engines.prefixes import open_prefixes
+from rl.environments import open_workers
 from rl.hidden_effort import HiddenEffort
 from rl.launch.config import RunConfig
 from rl.rollout.generator import Generator
-from rl.rollout.sandboxes import FleetSandboxes
 from rl.rollout.wal import TokenLog
-from rl.rollout.worker import Worker
-from sandbox.client import Fleet
+from rl.serve.agents import AgentDoor
+from rl.serve.taps import Taps
 
 
 def policy(config: RunConfig) -> Policy:
     """Returns the policy that the run starts from: a checkpoint folder's, or a preset's fresh weights."""
     if config.model.path:
         return load_policy(Path(config.model.path))
-    fresh = Policy(PolicyConfig.preset(config.model.preset))
+    fresh = Policy(config.model.fresh())
     fresh.reset_parameters(config.run.seed)
     return fresh
 
@@ -42,11 +38,6 @@ def chat_format(config: RunConfig) -> ChatFormat:
     """Returns the wording that belongs to the checkpoint; presets bring the one-token tags."""
     chat = load_chat(Path(config.model.path)) if config.model.path else nano_chat()
     return chat if config.effort.in_prompt else HiddenEffort(chat)
-
-
-def environment(config: RunConfig) -> Environment:
-    """Returns the environment with its options."""
-    return envs.registry.load(config.env.name, **config.env.options)
 
 
 def speculation(config: RunConfig) -> Speculation | None:
@@ -63,45 +54,51 @@ def use_threads(count: int) -> None:
 
 @asynccontextmanager
 async def open_generator(
-    config: RunConfig, token_log: Path, fleet_state: Path, owner: str
+    config: RunConfig, token_log: Path, fleet_state: Path, owner: str, shared: Policy | None = None
 ) -> AsyncIterator[Generator]:
-    """Opens the rollout process: engine, token log, a connection to the fleet, and a worker."""
+    """Opens the rollout process: engine, token log, a connection to the fleet, and workers.
+
+    The engine's policy is `shared`, whose tensors somebody else changes between two tokens, or its own.
+    """
     use_threads(config.launcher.generator_threads)
-    net, chat, env = policy(config), chat_format(config), environment(config)
+    net, chat = shared or policy(config), chat_format(config)
     net.fake_quant, net.exact = config.trainer.fake_quant, config.model.exact
     rollout = config.rollout
     log = TokenLog(
         token_log, flush_ms=rollout.flush_ms, fsync=rollout.fsync, segment_bytes=rollout.segment_bytes
     )
-    engine = NativeEngine(
+    prefixes = open_prefixes(
+        config.engine.prefix_store,
+        config.engine.prefix,
         net,
-        max_requests=config.engine.max_requests,
-        max_tokens=config.engine.max_tokens,
-        on_step=log.on_step,
-        caches=config.engine.kv_on_update,
-        speculate=speculation(config),
-        storage=config.engine.storage,
-        pages=config.engine.pages,
+        chat,
         replay=config.engine.replay,
+        folder=token_log.parent,
     )
     async with AsyncExitStack() as stack:
-        sandboxes = None
-        if env.sandbox is not None or env.reward_name == "unit_tests":
-            fleet = await Fleet.connect(
-                config.sandbox.url, state_dir=fleet_state, owner=owner, backend=config.sandbox.backend
-            )
-            stack.push_async_callback(fleet.close)
-            unit_tests.judge_in(fleet)
-            if env.sandbox is not None:
-                lease_s = rollout.deadline_s + rollout.score_deadline_s + 60.0
-                sandboxes = FleetSandboxes(fleet, env.sandbox, rollout.pool_size, lease_s)
-        reward = rewards.load(env.reward_name) if env.reward_name else None
-        scaffold = scaffolds.load(config.scaffold.name)
-        worker = Worker(
-            env, scaffold, engine, chat, sandboxes, reward, log, rollout, max_turns=config.scaffold.max_turns
+        store = stack.enter_context(prefixes)
+        taps = Taps(log.on_step)
+        served = await stack.enter_async_context(AsyncExitStack())  # ends after the samples
+        engine = NativeEngine(
+            net,
+            max_requests=config.engine.max_requests,
+            max_tokens=config.engine.max_tokens,
+            on_step=taps.on_step,
+            caches=rollout.kv_on_update,
+            speculate=speculation(config),
+            storage=config.engine.storage,
+            pages=config.engine.pages,
+            replay=config.engine.replay,
+            prefix_store=store,
+        )
+        door = AgentDoor(engine, taps, chat, rollout.max_total_tokens, served)
+        workers = await open_workers(
+            config, engine, chat, log, stack, fleet_state=fleet_state, owner=owner, door=door
         )
         every = config.engine.scales_every
         scales = ScaleMonitor(net, every) if every else None
-        generator = Generator({(env.name, config.scaffold.name): worker}, engine, log, rollout, scales)
+        generator = Generator(workers, engine, log, rollout, scales)
+        if config.launcher.weights == "collective":
+            generator.inbox = CollectiveInbox(engine, net.device)
         stack.push_async_callback(generator.close)
         yield generator

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 
-from rl import build
-from rl.actors import Cluster, Process, publish, start_ray, stop_ray
+from rl.actors import Cluster
 from rl.checkpoint import Checkpoint, CheckpointStore
+from rl.crew import Crew, crew_bundles, fleet_state, owner
+from rl.environments import needs_sandbox
 from rl.launch.config import RunConfig
 from rl.launch.run import RunFolder
 from rl.leftovers import end_leftovers
+from rl.placement import reserve
+from rl.ray_session import start_ray, stop_ray
 from rl.recipe import Outcome, Recipe
-from rl.trainers.learner import open_learner
+from rl.restarts import ProcessDiedError, Restarts
 from rl.watch.watch import Watch
 from sandbox.client import Fleet
-
-_STOP_S = 6.0
 
 
 async def drive(config: RunConfig, folder: RunFolder, watch: Watch, *, ray_actors: bool = True) -> Outcome:
@@ -27,8 +25,13 @@ async def drive(config: RunConfig, folder: RunFolder, watch: Watch, *, ray_actor
 
     With `ray_actors` False both sides run in this process, one after the other.
 
+    When a generator dies, a successor takes over its samples; when the learner dies, all processes start
+    again from the newest checkpoint, and the run goes on.
+
     Raises:
         SandboxError: No sandbox is to be had.
+        PlacementError: The cluster has no room for a process.
+        RestartsExhaustedError: A process dies again and again.
         CheckpointError: A run is to be resumed and all its checkpoints are damaged.
     """
     checkpoint = _checkpoint(config, folder, watch)
@@ -37,17 +40,29 @@ async def drive(config: RunConfig, folder: RunFolder, watch: Watch, *, ray_actor
     if config.sandbox.url == "local":
         await _reclaim(watch)
     async with AsyncExitStack() as stack:
-        if build.environment(config).sandbox is not None:
+        if needs_sandbox(config):
             await stack.enter_async_context(await _node(config, folder, watch))
-        learner, generator = await stack.enter_async_context(_processes(config, folder, watch, ray_actors))
-        recipe = Recipe(config, learner.remote, generator.remote, lambda: publish(learner, generator), watch)
-        return await recipe.run(checkpoint)
+        cluster = await stack.enter_async_context(_cluster(config, folder, watch, ray_actors))
+        crew = Crew(config, folder, watch, cluster, Restarts(config.launcher.restarts))
+        while True:
+            try:
+                async with crew.at_work() as (learner, generator, publish):
+                    return await Recipe(config, learner, generator, publish, watch).run(checkpoint)
+            except ProcessDiedError as death:
+                checkpoint = _after(death, checkpoint, folder, crew.restarts, watch)
 
 
-def fleet_state() -> Path:
-    """Returns the folder of this user's sandbox node: `$TEMPERING_HOME/node`, else in the home folder."""
-    home = os.environ.get("TEMPERING_HOME") or "~/.tempering"
-    return Path(home).expanduser() / "node"
+def _after(
+    death: ProcessDiedError, before: Checkpoint | None, folder: RunFolder, restarts: Restarts, watch: Watch
+) -> Checkpoint | None:
+    """Returns the checkpoint to go on from after the death of a process that holds the run's state."""
+    newest = CheckpointStore(folder.checkpoints).latest()
+    if newest is not None and (before is None or newest.step > before.step):
+        restarts.progress(death.role)
+    restarts.spend(death.role, death)
+    where = f"the checkpoint of step {newest.step}" if newest is not None else "the beginning"
+    watch.note(f"{death}: all processes start again from {where}; samples go on from their token logs")
+    return newest
 
 
 def _checkpoint(config: RunConfig, folder: RunFolder, watch: Watch) -> Checkpoint | None:
@@ -72,49 +87,31 @@ async def _reclaim(watch: Watch) -> None:
 async def _node(config: RunConfig, folder: RunFolder, watch: Watch) -> Fleet:
     """Starts the sandbox node, or finds it, before anything else: a run without its sandboxes is no run."""
     fleet = await Fleet.connect(
-        config.sandbox.url, state_dir=fleet_state(), owner=_owner(folder), backend=config.sandbox.backend
+        config.sandbox.url, state_dir=fleet_state(), owner=owner(folder), backend=config.sandbox.backend
     )
     watch.note(f"tools run in {fleet.backend} sandboxes ({config.sandbox.url})")
     return fleet
 
 
-def _owner(folder: RunFolder) -> str:
-    """Returns the name under which this attempt's sandboxes are held."""
-    return f"{folder.path}/attempt-{folder.attempt}"
-
-
 @asynccontextmanager
-async def _processes(
+async def _cluster(
     config: RunConfig, folder: RunFolder, watch: Watch, ray_actors: bool
-) -> AsyncIterator[tuple[Process, Process]]:
-    started: list[Process] = []
-    if ray_actors:
-        watch.phase("start Ray", 0, 1)
-        namespace = f"tempering-{folder.name}-{folder.attempt}"
-        start_ray(config.launcher.address, namespace, config.launcher.object_store_bytes)
+) -> AsyncIterator[Cluster]:
+    """Starts or joins Ray, and reserves what the processes need."""
+    if not ray_actors:
+        yield Cluster(folder.logs)
+        return
+    watch.phase("start Ray", 0, 1)
+    bundles, launcher = crew_bundles(config.launcher), config.launcher
+    cpus = sum(bundle.resources.get("CPU", 0.0) for bundle in bundles)
+    start_ray(
+        launcher.address, f"tempering-{folder.name}-{folder.attempt}", launcher.object_store_bytes, cpus
+    )
     try:
-        cluster = Cluster(folder.logs, ray_actors)
-        watch.phase("start the learner and the generator", 0, 2)
-        sides = [
-            cluster.open("learner", open_learner, config, folder.checkpoints),
-            cluster.open(
-                "generator", build.open_generator, config, folder.token_log, fleet_state(), _owner(folder)
-            ),
-        ]
-        for opening in asyncio.as_completed(sides):
-            started.append(await opening)
-        generator, learner = sorted(started, key=lambda process: process.role)
-        yield learner, generator
-    finally:
-        await _stop(started, watch)
-        if ray_actors:
-            stop_ray()
-
-
-async def _stop(processes: list[Process], watch: Watch) -> None:
-    for process in processes:
+        placement = await reserve(bundles, launcher.strategy, launcher.placement_deadline_s)
         try:
-            async with asyncio.timeout(_STOP_S):
-                await process.stop()
-        except Exception as error:
-            watch.note(f"the {process.role} did not stop cleanly ({type(error).__name__}: {error})")
+            yield Cluster(folder.logs, placement)
+        finally:
+            placement.release()
+    finally:
+        stop_ray()

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any, Protocol
 
-from envs.types import Trajectory, TrajectoryKey
+from envs.types import Task, Trajectory, TrajectoryKey
 from model.engine.sampler import SamplingParams
-from rl import build
+from rl import effort_curve
 from rl.checkpoint import Checkpoint
 from rl.controller import Controller, Generator, Learner, Plan, Publisher
+from rl.environments import group_plan, load_environments, open_stream, shares
 from rl.evaluation import EvalResult, summarize
 from rl.launch.config import RunConfig
 from rl.rollout.assignment import Assignment, Purpose
 from rl.rollout.buffer import Buffer
-from rl.rollout.dispatch import Dispatcher, GroupPlan
+from rl.rollout.dispatch import Dispatcher
+from rl.rollout.mixture import interleaved
 from rl.rollout.resume import Recovered, plan_resume
-from rl.rollout.stream import TaskStream
 from rl.watch.watch import Watch
 
 _SFT_CHUNK = 10
@@ -101,15 +102,14 @@ class Recipe:
         await controller.run()
         controller.receive(await self.generator.interrupt())
         await self._measure("after", version=controller.version)
+        await self._measure_curve(controller.version)
         return Outcome(self._results("before"), self._results("after"), controller.version)
 
     def _controller(self) -> Controller:
-        config, env = self.config, build.environment(self.config)
-        size = config.algorithm.group_size
-        stream = TaskStream(env, config.env.train_split, config.run.seed, config.effort.draws(config.run.seed))
+        config, stream = self.config, open_stream(self.config)
         plan = Plan(
             steps=config.trainer.steps,
-            group_size=size,
+            group_size=config.algorithm.group_size,
             scaffold=config.scaffold.name,
             sampling=self._sampling(config.engine.temperature),
             run_seed=config.run.seed,
@@ -120,7 +120,7 @@ class Recipe:
             self.learner,
             self.generator,
             self.publish,
-            Dispatcher(config.rollout, lambda group: GroupPlan(size, env.name)),
+            Dispatcher(config.rollout, lambda g: group_plan(config, stream, g), config.env.caps),
             Buffer(config.rollout, length=config.effort.length_penalty),
             stream,
             self.watch,
@@ -147,39 +147,79 @@ class Recipe:
         )
         gap = await self.learner.mismatch(sampled)
         self.watch.log(
-            "eval", version, {f"eval/{self.config.env.name}/kl.mismatch.{k}": v for k, v in gap.items()}
+            "eval", version, {f"eval/{self.config.env.title}/kl.mismatch.{k}": v for k, v in gap.items()}
         )
         self.results[when] = {}
         for name, trajectories in (("greedy", greedy), ("sampled", sampled)):
             result = summarize(trajectories)
-            self.watch.log("eval", version, result.metrics(f"eval/{self.config.env.name}/{name}"))
+            self.watch.log("eval", version, result.metrics(f"eval/{self.config.env.title}/{name}"))
+            for env, members in self._by_environment(trajectories).items():
+                self.watch.log("eval", version, summarize(members).metrics(f"eval/{env}/{name}"))
             self.results[when] |= {f"{name}.{key}": value for key, value in asdict(result).items()}
 
+    async def _measure_curve(self, version: int) -> None:
+        """Measures what each effort of the grid costs and brings, greedily and on the same tasks."""
+        evaluation = self.config.eval
+        if not evaluation.efforts:
+            return
+        mode, title = SamplingMode("greedy", 0.0, 1), self.config.env.title
+        tasks = self._eval_tasks(evaluation.effort_tasks)
+        assignments = [
+            self._assignment(effort, g, 0, env, task, mode)
+            for effort in evaluation.efforts
+            for g, (env, task) in enumerate(tasks)
+        ]
+        done = await self._sampled(assignments, f"efforts (version {version})")
+        points = effort_curve.curve(done, self.config.effort.length_penalty)
+        self.watch.log("eval", version, effort_curve.metrics(points, f"eval/{title}/greedy"))
+        self.watch.curve(points)
+
     async def _evaluate(self, mode: SamplingMode, version: int) -> list[Trajectory]:
-        assignments = self._evaluation(mode)
+        return await self._sampled(self._evaluation(mode), f"evaluate ({mode.name}, version {version})")
+
+    async def _sampled(self, assignments: Sequence[Assignment], phase: str) -> list[Trajectory]:
         await self.generator.submit(assignments)
         done: list[Trajectory] = []
         while len(done) < len(assignments):
             done += await self.generator.collect(1.0)
-            self.watch.phase(f"evaluate ({mode.name}, version {version})", len(done), len(assignments))
+            self.watch.phase(phase, len(done), len(assignments))
         return done
 
     def _evaluation(self, mode: SamplingMode) -> list[Assignment]:
-        config, env = self.config, build.environment(self.config)
-        tasks = islice(env.tasks(config.env.eval_split, _EVAL_SEED), config.eval.tasks)
-        levels = config.effort.levels
+        tasks, levels = self._eval_tasks(self.config.eval.tasks), self.config.effort.levels
         return [
-            Assignment(
-                key=TrajectoryKey(task.id, levels[g % len(levels)], config.scaffold.name, g, i),
-                task=task,
-                environment=env.name,
-                sampling=self._sampling(mode.temperature),
-                seed=config.run.seed + _EVAL_SEED,
-                purpose=Purpose.EVAL,
-            )
-            for g, task in enumerate(tasks)
+            self._assignment(levels[g % len(levels)], g, i, env, task, mode)
+            for g, (env, task) in enumerate(tasks)
             for i in range(mode.samples)
         ]
+
+    def _assignment(
+        self, effort: int, group: int, index: int, env: str, task: Task, mode: SamplingMode
+    ) -> Assignment:
+        return Assignment(
+            key=TrajectoryKey(task.id, effort, self.config.scaffold.name, group, index),
+            task=task,
+            environment=env,
+            sampling=self._sampling(mode.temperature),
+            seed=self.config.run.seed + _EVAL_SEED,
+            purpose=Purpose.EVAL,
+        )
+
+    def _eval_tasks(self, count: int) -> list[tuple[str, Task]]:
+        """The evaluation's first `count` tasks with their environments, by the mixture's shares."""
+        environments, split = load_environments(self.config), self.config.env.eval_split
+        parts = {name: zip(repeat(name), env.tasks(split, _EVAL_SEED)) for name, env in environments.items()}
+        return list(islice(interleaved(parts, shares(self.config, environments)), count))
+
+    def _by_environment(self, trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
+        """The trajectories of an evaluation by environment, when there are several."""
+        found: dict[str, list[Trajectory]] = {}
+        names = (
+            [name for name, _ in self._eval_tasks(self.config.eval.tasks)] if self.config.env.mixture else []
+        )
+        for trajectory in trajectories if names else []:
+            found.setdefault(names[trajectory.key.group], []).append(trajectory)
+        return found
 
     def _sampling(self, temperature: float) -> SamplingParams:
         engine = self.config.engine
@@ -200,6 +240,7 @@ class Recipe:
         await self.publish()
         recovered = await self.generator.recover(controller.version)
         plan = plan_resume(controller.dispatcher, [recovered])
+        controller.stream.pin([*(t.key for t in plan.receive), *plan.resubmit])
         for group in plan.groups:
             controller.announce(group)
         await self.learner.recovered(controller.dispatcher.cursor)

@@ -7,7 +7,7 @@ object store between hosts) and each engine copies from views into its own param
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,14 @@ _ALIGN = 64
 
 class WeightsError(RuntimeError):
     """A snapshot that arrived damaged or does not fit the policy; the engine keeps its old weights."""
+
+
+class TransferError(WeightsError):
+    """Weights that cannot be sent or received: what happened and what to change; the old weights stay."""
+
+
+class TransferTimeoutError(TransferError):
+    """A transfer of weights that took longer than its deadline; the old weights stay where it is not done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +48,28 @@ class WeightSnapshot:
     crc32: int
 
     @classmethod
-    def pack(cls, tensors: Mapping[str, torch.Tensor], version: int) -> WeightSnapshot:
-        """Copies `tensors` (any device) into one host buffer."""
+    def pack(
+        cls, tensors: Mapping[str, torch.Tensor], version: int, out: Callable[[int], np.ndarray] | None = None
+    ) -> WeightSnapshot:
+        """Copies `tensors` (any device) into one host buffer: `out` of its size in bytes, else a new one."""
         entries: list[TensorEntry] = []
         offset = 0
         for name, tensor in tensors.items():
             dtype = str(tensor.dtype).removeprefix("torch.")
             entries.append(TensorEntry(name, dtype, tuple(tensor.shape), offset))
             offset += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
-        buffer = np.zeros(offset, dtype=np.uint8)
+        buffer = np.zeros(offset, dtype=np.uint8) if out is None else out(offset)
         for entry, tensor in zip(entries, tensors.values(), strict=True):
             raw = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
             buffer[entry.offset : entry.offset + raw.size] = raw
         return cls(version, tuple(entries), buffer, zlib.crc32(buffer.data))
+
+    def verify(self) -> None:
+        """Raises WeightsError when the buffer does not match its checksum."""
+        if zlib.crc32(self.buffer.data) != self.crc32:
+            raise WeightsError(
+                f"weights of version {self.version} arrived damaged (checksum differs): publish them again"
+            )
 
     def tensors(self, *, verify: bool = True) -> dict[str, torch.Tensor]:
         """Returns views into the buffer by name; copy before the buffer is released.
@@ -60,10 +77,8 @@ class WeightSnapshot:
         Raises:
             WeightsError: The buffer does not match its checksum.
         """
-        if verify and zlib.crc32(self.buffer.data) != self.crc32:
-            raise WeightsError(
-                f"weights of version {self.version} arrived damaged (checksum differs): publish them again"
-            )
+        if verify:
+            self.verify()
         # A received buffer may be read-only shared memory; the views are only ever copied from.
         data = self.buffer if self.buffer.flags.writeable else self.buffer.copy()
         return {entry.name: _view(torch.from_numpy(data), entry) for entry in self.entries}

@@ -1,5 +1,6 @@
-"""Scaffolds: how a policy is put to work. `chat` lets it speak once, `tools` lets it call tools in a loop.
+"""Scaffolds: how a policy is put to work.
 
+`chat` lets it speak once, `tools` lets it call tools in a loop, `external` gives it to an agent program.
 Others are found by entry point group `tempering.scaffolds` or by import path.
 """
 
@@ -13,7 +14,11 @@ from envs.plugins import BrokenPluginError, Catalogue, check_options
 SCAFFOLDS = Catalogue(
     kind="scaffold",
     group="tempering.scaffolds",
-    builtins={"chat": "envs.scaffolds.chat:Chat", "tools": "envs.scaffolds.tools:Tools"},
+    builtins={
+        "chat": "envs.scaffolds.chat:Chat",
+        "tools": "envs.scaffolds.tools:Tools",
+        "external": "envs.scaffolds.external:External",
+    },
 )
 
 

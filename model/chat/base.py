@@ -92,6 +92,10 @@ class ChatFormat(ABC):
         """Renders an observation as `render_observation`, with its images where the format has any."""
         return Prompt.of_pieces([self.render_observation(messages)], images)
 
+    def rewrites_history(self, tools: Sequence[Tool]) -> bool:
+        """Whether earlier turns are rendered otherwise than they were sampled (reasoning that is dropped)."""
+        return False
+
     @abstractmethod
     def render_assistant(self, message: Message) -> list[int]:
         """Renders a demonstration's turn, including its end token.

@@ -144,6 +144,10 @@ class DeepSeekChat(ChatFormat):
             raise ChatError("an observation is what others say; render an assistant's turn as such")
         return Renderer(self.wording, thinking=self.thinking, keep_reasoning=True).turns(messages)
 
+    def rewrites_history(self, tools: Sequence[Tool]) -> bool:
+        """Without tools, reasoning before the last user's turn is dropped."""
+        return self.thinking and not tools
+
     def render_assistant(self, message: Message) -> list[int]:
         """Renders reasoning, content, calls and the end of the turn."""
         renderer = Renderer(self.wording, thinking=self.thinking, keep_reasoning=True)

@@ -271,6 +271,11 @@ class Engine:
         check_state(self.policy.state_dict(), tensors)
         with torch.no_grad():
             self.policy.load_state_dict(tensors, strict=True)
+        self.set_version(version, caches=caches)
+
+    def set_version(self, version: int, *, caches: Keep = "keep") -> None:
+        """Says that the weights are another version now: the policy's own tensors were changed in place."""
+        _check_keep(caches)
         self.version = version
         if self._store is not None:
             self._store.set_version(version)

@@ -16,6 +16,15 @@ from envs.types import FinishReason
 from model.choices import SamplingMask
 from model.engine.columns import ExpertIds
 from model.engine.sampler import SamplingParams
+from model.images import PreparedImage
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryImages:
+    """The images in a history, in order, and the `model.vision.TokenType` of each of its tokens."""
+
+    types: Sequence[int]
+    images: Sequence[PreparedImage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +33,7 @@ class GenerateRequest:
 
     `completed` holds tokens of this very turn that were sampled before an interruption (with their
     log-probabilities and versions); sampling continues after them, and they count towards `max_tokens`.
+    `images` are those of `token_ids`.
     """
 
     session: str
@@ -31,6 +41,7 @@ class GenerateRequest:
     token_ids: Sequence[int]
     sampling: SamplingParams
     completed: Completion | None = None
+    images: HistoryImages | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +85,10 @@ class Engine(Protocol):
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Samples one turn. Raises `EngineError` when the request itself is at fault."""
+        ...
+
+    async def abort(self, session: str) -> None:
+        """Ends the turn that a session is sampling, if any, with `ABORT`; its caches stay."""
         ...
 
     async def release(self, session: str) -> None:

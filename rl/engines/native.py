@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from envs.types import FinishReason
+from model.cache.prefix import PrefixStore
 from model.engine.columns import Columns
 from model.engine.engine import Engine as ModelEngine
 from model.engine.errors import RequestError
@@ -27,6 +29,8 @@ from model.engine.speculative import Speculation
 from model.engine.state import RequestState
 from model.replay import Replay
 from rl.engines.base import Completion, EngineError, GenerateRequest, StepFrame, StepListener
+from rl.engines.images import ImageRows
+from rl.engines.prefixes import store_stats
 
 
 class EngineClosedError(RuntimeError):
@@ -58,7 +62,7 @@ class NativeEngine:
         idle_sessions: How many sessions keep caches between turns (default: `max_requests`).
         caches: What a weight swap does with the caches.
         speculate: How to draft and check several tokens a step; None draws one.
-        storage, pages, replay, exact, capture: As `model.engine.engine.Engine` takes them.
+        storage, pages, replay, exact, capture, prefix_store: As `model.engine.engine.Engine` takes them.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class NativeEngine:
         replay: Replay | None = None,
         exact: bool | None = None,
         capture: bool = False,
+        prefix_store: PrefixStore | None = None,
     ) -> None:
         self.version = version
         self._engine = ModelEngine(
@@ -91,7 +96,10 @@ class NativeEngine:
             replay=replay,
             exact=exact,
             capture=capture,
+            prefix_store=prefix_store,
         )
+        self._images = ImageRows(policy)
+        self._store = prefix_store
         self._caches: Literal["keep", "recompute"] = caches
         self._on_step = on_step
         self._wake = threading.Condition()
@@ -102,6 +110,7 @@ class NativeEngine:
         self._failure: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._pause_seconds = 0.0
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Samples one turn; cancelling the call aborts the turn.
@@ -113,6 +122,10 @@ class NativeEngine:
         future: asyncio.Future[Completion] = self._new_future()
         self._put(future, lambda: self._submit(request, future))
         return await self._outcome(future)
+
+    async def abort(self, session: str) -> None:
+        """Ends the turn that a session is sampling, if any, with `ABORT`; its caches stay."""
+        await self._call(lambda: self._abort(session))
 
     async def release(self, session: str) -> None:
         """Forgets a trajectory and frees its caches; a running request of it ends with `ABORT`.
@@ -162,7 +175,13 @@ class NativeEngine:
         Raises:
             StateError: The tensors do not fit the policy; the old weights stay.
         """
-        await self._call(lambda: self._load(tensors, version))
+        await self._call(lambda: self._swap(version, lambda: self._load(tensors, version)))
+
+    async def set_version(self, version: int) -> None:
+        """Says that the policy's own tensors were changed in place, between `pause` and `resume`."""
+        await self._call(
+            lambda: self._swap(version, lambda: self._engine.set_version(version, caches=self._caches))
+        )
 
     async def close(self) -> None:
         """Ends the engine and its thread; running requests end with `ABORT`. A second call does nothing."""
@@ -175,6 +194,8 @@ class NativeEngine:
     def stats(self) -> dict[str, float]:
         """Counters since start: steps, tokens generated and prefilled, busy seconds; requests right now.
 
+        `pause_seconds` is how long the last swap of weights held the engine up.
+
         With speculation also single requests' steps, drafts checked, and drafts accepted.
         """
         counters, scheduler = self._engine.counters, self._engine.scheduler
@@ -182,10 +203,12 @@ class NativeEngine:
         drafts = {} if speculator is None else speculator.counters.summary()
         return {
             **drafts,
+            **({} if self._store is None else store_stats(self._store)),
             "steps": float(counters.steps),
             "generated_tokens": float(counters.generated_tokens),
             "prefilled_tokens": float(counters.prefilled_tokens),
             "busy_seconds": counters.busy_seconds,
+            "pause_seconds": self._pause_seconds,
             "running": float(self._engine.running),
             "waiting": float(self._engine.waiting),
             "evictions": float(scheduler.evictions),
@@ -283,12 +306,23 @@ class NativeEngine:
 
     def _submit(self, request: GenerateRequest, future: asyncio.Future[Completion]) -> None:
         completed = Columns() if request.completed is None else _columns(request.completed)
+        images = None if request.images is None else self._images.of(request.images)
         request_id = self._engine.submit(
             Request(
-                request.session, request.token_ids, request.sampling, completed, continues=request.turn > 0
+                request.session,
+                request.token_ids,
+                request.sampling,
+                completed,
+                continues=request.turn > 0,
+                images=images,
             )
         )
         self._waiters[request_id] = _Waiter(future, request.session, request.turn)
+
+    def _abort(self, session: str) -> None:
+        for request_id, waiter in list(self._waiters.items()):
+            if waiter.session == session:
+                self._finish(self._engine.abort(request_id))
 
     def _abandon(self, future: asyncio.Future[Completion]) -> None:
         for request_id, waiter in list(self._waiters.items()):
@@ -316,7 +350,14 @@ class NativeEngine:
 
     def _load(self, tensors: Mapping[str, Any], version: int) -> None:
         self._engine.load_state(tensors, version, caches=self._caches)
+
+    def _swap(self, version: int, change: Callable[[], None]) -> None:
+        begin = time.perf_counter()
+        change()
+        if self._caches == "recompute":
+            self._images.forget()
         self.version = version
+        self._pause_seconds = time.perf_counter() - begin
 
     def _publish(self, output: StepOutput) -> None:
         """Hands a step's tokens to the listener, then puts the turns that ended into the outbox."""

@@ -15,15 +15,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from rl.launch.eval_cli import add_eval
+from rl.launch.merge_cli import add_merge
 from rl.launch.roots import check_roots
 from rl.launch.sandbox_cli import add_sandbox
+from rl.launch.serve_cli import add_serve
 
 _WELCOME = """\
 First steps:
   temper doctor                              what this machine offers, and what is missing
   temper train experiment=calc               train a small agent to use a calculator (minutes, no GPU)
   temper train experiment=calc --dry-run     what that would do
+  temper eval RUN effort=[1,50,100]          how good a checkpoint is, and what that costs
   temper run list                            your runs
+  temper serve RUN                           its policy, for OpenAI's clients
   temper env init my-task                    a new environment of your own, as one file
 """
 _TRAIN = """\
@@ -59,9 +64,12 @@ def parser() -> Parser:
     top.add_argument("--version", action="version", version=f"temper {_version()}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
     _add_train(commands)
+    add_eval(commands)
+    add_merge(commands)
     _add_run(commands)
     _add_env(commands)
     add_sandbox(commands, Parser)
+    add_serve(commands)
     doctor = commands.add_parser(
         "doctor", help="look at this machine: what is there, what is missing, how to get it"
     )
@@ -92,10 +100,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Reads a command line; for `train`, settings may stand before and after the options."""
+    """Reads a command line; settings (of `train`, say) may stand before and after the options."""
     top = parser()
     parsed, rest = top.parse_known_args(words)
-    wrong = [word for word in rest if word.startswith("-") or parsed.command != "train"]
+    wrong = [word for word in rest if word.startswith("-") or parsed.command not in ("train", "eval")]
     if wrong:
         top.error(f"temper {parsed.command}: {' '.join(wrong)} is not understood")
     return parsed, rest

@@ -7,6 +7,8 @@ has settings owns a frozen dataclass; the sections without a component of their 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -14,10 +16,13 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from model.config import PolicyConfig
 from rewards.length import LengthPenaltyConfig
 from rl.algorithms.config import AlgorithmConfig
+from rl.engines.prefixes import PrefixSizes, Tier
 from rl.rollout.config import RolloutConfig
 from rl.rollout.efforts import EffortDistribution, Efforts
+from rl.rollout.latency import Latency
 from rl.trainers.rl import RLConfig
 from rl.trainers.sft import SFTConfig
+from rl.transports import Medium
 
 
 class Section(BaseModel):
@@ -50,22 +55,123 @@ class Model(Section):
     """The policy to start from: a preset's fresh weights, or a checkpoint folder (`path`).
 
     Attributes:
+        sliding_window: tokens that a window sees, other than the preset's; null keeps the preset's. A
+            checkpoint folder has its own.
         exact: trainer and sampler compute every token's log-probability to the same last bit, whatever is
             batched, chunked or interrupted; slower (`benchmarks.exact`).
     """
 
     preset: str = "nano"
     path: str = ""
+    sliding_window: int | None = Field(default=None, ge=1)
     exact: bool = False
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.path and self.sliding_window is not None:
+            raise ValueError(
+                f"model.sliding_window={self.sliding_window} has no effect with model.path={self.path}, "
+                "whose own config.json says it; remove one of them"
+            )
+        return self
+
+    def fresh(self) -> PolicyConfig:
+        """Returns the shape of the policy that a run without a checkpoint starts from."""
+        preset = PolicyConfig.preset(self.preset)
+        if self.sliding_window is None:
+            return preset
+        return replace(preset, sliding_window=self.sliding_window)
+
+
+class Member(Section):
+    """One environment of a mixture.
+
+    Attributes:
+        share: of the groups, in proportion to the other members' shares.
+        name: registered name or file path; empty: the name it has in the mixture.
+        max_in_flight: bounds its samples in flight, below rollout.max_in_flight; null: no bound of its own.
+    """
+
+    share: float = Field(gt=0, allow_inf_nan=False)
+    name: str = ""
+    options: dict[str, Any] = Field(default_factory=dict)
+    max_in_flight: int | None = Field(default=None, ge=1)
 
 
 class Env(Section):
-    """The environment by registered name or file path, its options, and its splits."""
+    """The environment by registered name or file path, its options, and its splits; or a mixture of several.
 
-    name: str
+    Attributes:
+        mixture: environments by a name of your choice, each with its share of the groups
+            (`env=mixture env.mixture.calc=0.7 env.mixture.sort=0.3`), or with `share`, `name`, `options` and
+            `max_in_flight`.
+        latency: seconds added to every tool call, to see what slow tools cost; null: none.
+    """
+
+    name: str = ""
     options: dict[str, Any] = Field(default_factory=dict)
+    mixture: dict[str, Member] = Field(default_factory=dict)
+    latency: Latency | None = None
     train_split: str = "train"
     eval_split: str = "eval"
+
+    @field_validator("mixture", mode="before")
+    @classmethod
+    def _bare_shares(cls, mixture: Any) -> Any:
+        if not isinstance(mixture, dict):
+            return mixture
+        return {
+            str(label): {"share": given}
+            if isinstance(given, (int, float, str)) and not isinstance(given, bool)
+            else given
+            for label, given in mixture.items()
+        }
+
+    @model_validator(mode="after")
+    def _one_or_several(self) -> Self:
+        if self.name and self.mixture:
+            raise ValueError(
+                f"env.name={self.name} and env.mixture exclude each other: choose env=mixture, and give this "
+                f"environment a share, such as env.mixture.{_stem(self.name)}=0.5"
+            )
+        if not self.name and not self.mixture:
+            raise ValueError(
+                "no environment: choose one (env=calc, env.name=path/to/file.py), or give several their "
+                "shares (env=mixture env.mixture.calc=0.5 env.mixture.sort=0.5)"
+            )
+        if self.mixture and self.options:
+            raise ValueError(
+                f"env.options={self.options} has no effect on a mixture: options belong to its members "
+                "(env.mixture.NAME.options)"
+            )
+        for label in self.mixture:
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", label):
+                raise ValueError(
+                    f"env.mixture.{label}: name members with letters, digits, dashes and underscores; the "
+                    "path of a file goes into env.mixture.NAME.name"
+                )
+        return self
+
+    @property
+    def title(self) -> str:
+        """The environment's name in names of runs and metrics; a mixture's members with a plus."""
+        return "+".join(sorted(self.mixture)) if self.mixture else _stem(self.name)
+
+    @property
+    def named(self) -> dict[str, dict[str, Any]]:
+        """The options of every environment by its registered name or file path."""
+        members = {member.name or label: member.options for label, member in self.mixture.items()}
+        return members or {self.name: self.options}
+
+    @property
+    def caps(self) -> dict[str, int]:
+        """Bounds on samples in flight, by member."""
+        return {k: m.max_in_flight for k, m in self.mixture.items() if m.max_in_flight is not None}
+
+
+def _stem(name: str) -> str:
+    """The last part of an environment's name: `sums` of `path/to/file.py:sums`, else `file`."""
+    return Path(name.split(".py:")[-1]).stem
 
 
 class Scaffold(Section):
@@ -101,6 +207,9 @@ class EngineSection(Section):
             need. When they run out, requests wait and lose nothing.
         replay: how much of a prompt runs through the decoder: all (off), its last window (bounded), or all
             that its last window depends on (exact).
+        prefix_store: where beginnings of histories are kept for later requests: nowhere (off), in
+            memory, or in memory and on disk. Needs engine.storage=packed.
+        prefix: its sizes.
         scales_every: in every so many-th forward pass block scales at their limits are counted
             (`quant/rollout/...`); 0 never counts.
     """
@@ -112,16 +221,22 @@ class EngineSection(Section):
     temperature: float = Field(default=1.0, gt=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
-    kv_on_update: Literal["keep", "recompute"] = "keep"
     speculate: Literal["off", "rejection", "coupled"] = "off"
     draft_length: int | None = Field(default=None, ge=1)
     storage: Literal["dense", "packed"] = "dense"
     pages: int | None = Field(default=None, ge=1)
     replay: Literal["off", "bounded", "exact"] = "off"
+    prefix_store: Tier = "off"
+    prefix: PrefixSizes = PrefixSizes()
     scales_every: int = Field(default=200, ge=0)
 
     @model_validator(mode="after")
     def _pages_are_packed(self) -> Self:
+        if self.prefix_store != "off" and self.storage != "packed":
+            raise ValueError(
+                f"engine.prefix_store={self.prefix_store} keeps packed pages: set engine.storage=packed, or "
+                "engine.prefix_store=off"
+            )
         if self.pages is not None and self.storage != "packed":
             raise ValueError(
                 f"engine.pages={self.pages} belongs to packed caches: set engine.storage=packed, or leave it "
@@ -163,10 +278,25 @@ class Effort(Section):
 
 
 class Eval(Section):
-    """Evaluation: so many tasks of the evaluation split, so many samples of each when sampling."""
+    """Evaluation: so many tasks of the evaluation split, so many samples of each when sampling.
+
+    Attributes:
+        efforts: the grid of efforts of the cost-quality curve, which is measured at the end of a run (greedy,
+            every effort on the same tasks); none: no curve.
+        effort_tasks: tasks an effort of the curve.
+    """
 
     tasks: int = Field(default=200, ge=1)
     samples: int = Field(default=2, ge=1)
+    efforts: tuple[int, ...] = ()
+    effort_tasks: int = Field(default=200, ge=2)
+
+    @field_validator("efforts")
+    @classmethod
+    def _is_a_grid(cls, efforts: tuple[int, ...]) -> tuple[int, ...]:
+        if list(efforts) != sorted(set(efforts)) or not all(1 <= effort <= 100 for effort in efforts):
+            raise ValueError(f"eval.efforts={list(efforts)}: give ascending efforts, each from 1 to 100")
+        return efforts
 
 
 class Checkpoints(Section):
@@ -187,13 +317,55 @@ class LoggerSection(Section):
 
 
 class Launcher(Section):
-    """Where the processes run. An empty `address` starts a private Ray cluster on this machine."""
+    """Where the processes run. An empty `address` starts a private Ray cluster on this machine.
+
+    Attributes:
+        placement: `split` gives trainer and generators processes of their own; `colocated` lets one process
+            do both in turns, on the same weights: training preempts the rollouts at a token boundary.
+        replicas: generator processes; samples go to the least loaded. A resumed run keeps its number.
+        prefill_replicas: engines that compute prompts for the generators, which then only decode; 0: each
+            generator computes its own.
+        restarts: how often a process may die without progress between; a successor goes on with its samples.
+        weights: how they travel: `shared_memory` within one host, `object_store` or `collective` (NCCL
+            between GPUs, Gloo between CPUs) between hosts.
+        weights_deadline_s: a generator that takes weights no faster is replaced.
+        strategy: how processes are put on the nodes of a cluster (Ray's placement strategies).
+        learner_cpus: cores reserved on the learner's node; likewise replica_cpus, learner_gpus, replica_gpus.
+        placement_deadline_s: how long to wait for reserved resources.
+    """
 
     address: str = ""
+    placement: Literal["split", "colocated"] = "split"
+    replicas: int = Field(default=1, ge=1)
+    prefill_replicas: int = Field(default=0, ge=0)
+    restarts: int = Field(default=3, ge=0)
+    weights: Medium = "shared_memory"
+    weights_deadline_s: float = Field(default=120.0, gt=0)
+    strategy: Literal["pack", "spread", "strict_pack", "strict_spread"] = "pack"
+    learner_cpus: float = Field(default=1.0, ge=0)
+    replica_cpus: float = Field(default=1.0, ge=0)
+    learner_gpus: float = Field(default=0.0, ge=0)
+    replica_gpus: float = Field(default=0.0, ge=0)
+    placement_deadline_s: float = Field(default=60.0, gt=0)
     sft_threads: int = Field(default=2, ge=1)
     trainer_threads: int = Field(default=1, ge=1)
     generator_threads: int = Field(default=1, ge=1)
     object_store_bytes: int = Field(default=128 << 20, ge=78_643_200)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.placement == "colocated" and (self.replicas > 1 or self.prefill_replicas):
+            raise ValueError(
+                f"launcher.placement=colocated is one process that trains and generates; with "
+                f"launcher.replicas={self.replicas} and launcher.prefill_replicas={self.prefill_replicas} "
+                "set launcher.placement=split"
+            )
+        if not (self.learner_cpus or self.learner_gpus) or not (self.replica_cpus or self.replica_gpus):
+            raise ValueError(
+                "a process that reserves nothing cannot be placed: set launcher.learner_cpus (or "
+                "learner_gpus) and launcher.replica_cpus (or replica_gpus) above 0"
+            )
+        return self
 
 
 class RunConfig(Section):
@@ -219,6 +391,7 @@ class RunConfig(Section):
     def _fits_together(self) -> Self:
         self.rollout.check_group_size(self.algorithm.group_size)
         self._check_drafter()
+        self._check_caps()
         if self.engine.max_completion_tokens >= self.engine.max_tokens:
             raise ValueError(
                 f"engine.max_completion_tokens={self.engine.max_completion_tokens} leaves no room for a "
@@ -241,6 +414,12 @@ class RunConfig(Section):
                 "that is sampled from, and the trainer does not know the cut; train with engine.top_p=1 "
                 "engine.top_k=0"
             )
+        if self.model.exact and self.rollout.kv_on_update == "keep" and self.rollout.staleness:
+            raise ValueError(
+                "model.exact=true promises the trainer's numbers to the last bit, and "
+                "rollout.kv_on_update=keep goes on with keys that earlier weights computed; set "
+                "rollout.kv_on_update=recompute (or rollout.staleness=0, which updates nothing in flight)"
+            )
         if self.run.resume and self.run.clean:
             raise ValueError("run.resume and run.clean exclude each other; give one of them")
         if self.rollout.max_total_tokens > self.engine.max_tokens:
@@ -251,11 +430,20 @@ class RunConfig(Section):
             )
         return self
 
+    def _check_caps(self) -> None:
+        size, everyone = self.algorithm.group_size, self.rollout.max_in_flight
+        for name, cap in self.env.caps.items():
+            if not size <= cap < everyone:
+                raise ValueError(
+                    f"env.mixture.{name}.max_in_flight={cap} must be at least algorithm.group_size={size}, "
+                    f"or no group fits, and below rollout.max_in_flight={everyone}, or it has no effect"
+                )
+
     def _check_drafter(self) -> None:
         trained = self.trainer.draft.anchors or self.sft.draft.anchors
         if self.model.path or not (trained or self.engine.speculate != "off"):
             return
-        if not PolicyConfig.preset(self.model.preset).num_nextn_predict_layers:
+        if not self.model.fresh().num_nextn_predict_layers:
             raise ValueError(
                 f"model.preset={self.model.preset} has no drafter to speculate with or to train; take "
                 "model=nano_draft, or leave engine.speculate=off and the drafts' anchors at 0"

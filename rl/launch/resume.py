@@ -17,9 +17,11 @@ _FIXED = (
     "scaffold",
     "algorithm.group_size",
     "effort.levels",
+    "rollout.curriculum",
     "run.seed",
     "sft.steps",
     "sft.batch_size",
+    "launcher.replicas",
 )
 _ONCE = ("resume", "clean", "run.resume", "run.clean")
 

@@ -70,13 +70,11 @@ class EffortDistribution:
                 f"effort.distribution: low={self.low}, high={self.high}; set 1 <= low <= high <= 100"
             )
         if not 0 <= self.levels_share <= 1:
-            raise EffortError(
-                f"effort.distribution.levels_share={self.levels_share}: set it between 0 and 1"
-            )
+            raise EffortError(f"effort.distribution.levels_share={self.levels_share}: set it between 0 and 1")
         if strangers := [b for b in self.held_out if not self.low <= b <= self.high]:
             raise EffortError(
-                f"effort.distribution.held_out has {strangers}, which lie outside {self.low}..{self.high} and "
-                "are never drawn anyway; remove them"
+                f"effort.distribution.held_out has {strangers}, which lie outside {self.low}..{self.high} "
+                "and are never drawn anyway; remove them"
             )
         if len(set(self.held_out)) == self.high - self.low + 1:
             raise EffortError("effort.distribution.held_out leaves no effort to draw; hold out fewer")
@@ -107,6 +105,11 @@ class Efforts:
         self._values = [b for b in span if b not in distribution.held_out]
         log = distribution.kind == "log_uniform"
         self._shares = [math.log((b + 1) / b) if log else 1.0 for b in self._values]
+
+    @staticmethod
+    def of(efforts: Efforts | Sequence[int]) -> Efforts:
+        """Returns efforts as they are; plain levels are a ladder."""
+        return efforts if isinstance(efforts, Efforts) else Efforts(efforts, EffortDistribution(), 0)
 
     def __len__(self) -> int:
         """How often a task is drawn."""

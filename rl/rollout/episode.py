@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
+from envs.agents import Access, Agent
 from envs.base import Environment, Sampled, ToolError
 from envs.types import Boundary, ErrorInfo, FinishReason, Message, Role, StopReason, ToolCall
 from model.chat import ChatFormat
@@ -21,16 +23,31 @@ from rl.engines.base import Completion, Engine, GenerateRequest
 from rl.rollout.assignment import Assignment, request_seed
 from rl.rollout.faults import EpisodeEnded, Fault, Interrupted, boundary
 from rl.rollout.history import Draft, History
+from rl.rollout.latency import Delays
 from rl.rollout.messages import from_chat, to_chat, tool_to_chat
 from rl.rollout.sandboxes import Sandboxes
 from rl.rollout.state import LoggedTurn
 from rl.rollout.wal import TokenLog
 from sandbox.base import Sandbox
 
+Through = Callable[[Awaitable[Completion]], Awaitable[Completion]]
+"""Awaits a turn that is being sampled, and may do something beside it."""
+
+
+class Door(Protocol):
+    """Opens the model to agent programs."""
+
+    def open(self, episode: EpisodeRun) -> AbstractAsyncContextManager[Access]:
+        """Lets a program speak for one episode."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What episodes of one environment share. `log` is None for samples that are not logged."""
+    """What episodes of one environment share.
+
+    `log` is None for samples that are not logged, `door` where no agent program is served.
+    """
 
     env: Environment
     engine: Engine
@@ -39,6 +56,8 @@ class Surroundings:
     log: TokenLog | None
     max_turns: int
     max_total_tokens: int
+    delays: Delays | None = None
+    door: Door | None = None
 
     @property
     def stateless(self) -> bool:
@@ -76,6 +95,7 @@ class EpisodeRun:
         self.interruption: Interrupted | None = None
         self.ended: StopReason | None = None
         self.chat_tools = [tool_to_chat(tool) for tool in self.tools]
+        self.agent: Agent | None = getattr(surroundings.env, "agent", None)
 
     async def sample(self) -> Sampled:
         """Lets the policy speak: one assistant turn.
@@ -126,6 +146,60 @@ class EpisodeRun:
         """Replaces the conversation (a summary, dropped reasoning): the next turn starts a new branch."""
         self._pending, self._fresh_branch = list(messages), True
 
+    def endpoint(self) -> AbstractAsyncContextManager[Access]:
+        """Opens the model to an agent program, whose requests become the turns of this episode."""
+        if self._around.door is None:
+            raise ValueError("no endpoint is served here: agent programs run with scaffold=external")
+        return self._around.door.open(self)
+
+    async def speak(
+        self,
+        prompt_ids: tuple[int, ...],
+        *,
+        new_branch: bool,
+        tools: Sequence[Any],
+        max_tokens: int,
+        through: Through,
+    ) -> Completion:
+        """Samples one turn of an agent program, which brings prompts and tools of its own.
+
+        `prompt_ids` are new since the turn before; all of a new branch. In the log the turn is durable before
+        this returns. A program that is run again after an interruption is given what the log has, as long as
+        it asks for the same. A cancelled call leaves the episode as it was.
+
+        Raises:
+            EpisodeEnded: A limit is reached: the episode's turns or its total of tokens.
+            Fault: The engine failed.
+        """
+        self._check_going()
+        number, before = self.history.turns, list(self.history.ids)
+        if number >= self.max_turns:
+            self._end(StopReason.MAX_TURNS)
+        logged = self._logged[number] if number < len(self._logged) else None
+        if logged is not None and (logged.prompt_ids, logged.new_branch) != (prompt_ids, new_branch):
+            logged = None
+            del self._logged[number:]
+        budget = self._around.max_total_tokens - len(prompt_ids) - (0 if new_branch else len(before))
+        if budget < 1:
+            self._end(StopReason.MAX_TOKENS)
+        if new_branch:
+            self.history.fork()
+        self.history.prompt(prompt_ids)
+        self._fresh_branch, self._pending = False, []
+        most = min(budget, max_tokens)
+        try:
+            completion = await self._complete(logged, prompt_ids, most, new_branch, through)
+        except asyncio.CancelledError:
+            self.history.take_back(before, new_branch=new_branch)
+            del self._logged[number:]
+            raise
+        self._read(prompt_ids, completion, tools)
+        assert self.history.last is not None
+        await self._flush(self.history.last)
+        if completion.finish is FinishReason.LENGTH and len(completion.token_ids) == budget:
+            self.ended = StopReason.MAX_TOKENS  # the program is shown the turn, and samples no other
+        return completion
+
     def lost_sandbox(self) -> None:
         """Refuses to go on with a recovered sample whose own sandbox is gone with what was done in it."""
         info = ErrorInfo(Boundary.SANDBOX, "SandboxLost", "the sandbox did not outlive the interruption")
@@ -147,7 +221,12 @@ class EpisodeRun:
             return tuple(self._around.chat.render_observation(messages))
 
     async def _complete(
-        self, logged: LoggedTurn | None, prompt_ids: tuple[int, ...], budget: int, new_branch: bool
+        self,
+        logged: LoggedTurn | None,
+        prompt_ids: tuple[int, ...],
+        budget: int,
+        new_branch: bool,
+        through: Through | None = None,
     ) -> Completion:
         """A turn's completion: from the log, from the engine, or begun in the log and ended by the engine."""
         turn, session, log = self.history.turns, self._assignment.session, self._around.log
@@ -155,12 +234,14 @@ class EpisodeRun:
             return logged.completion
         if log is not None and logged is None:
             log.begin(session, turn, prompt_ids, new_branch=new_branch)
-        completion = await self._generate(turn, budget, logged)
+        completion = await self._generate(turn, budget, logged, through)
         if log is not None:
             log.turn(session, turn, len(completion.token_ids), completion.finish)
         return completion
 
-    async def _generate(self, turn: int, budget: int, logged: LoggedTurn | None) -> Completion:
+    async def _generate(
+        self, turn: int, budget: int, logged: LoggedTurn | None, through: Through | None = None
+    ) -> Completion:
         key, sampling = self._assignment.key, self._assignment.sampling
         request = GenerateRequest(
             session=self._assignment.session,
@@ -175,7 +256,8 @@ class EpisodeRun:
             completed=logged.completion if logged is not None and len(logged.tokens) else None,
         )
         with self._doing(Boundary.ENGINE, "engine_s"):
-            completion = await self._around.engine.generate(request)
+            sampling_turn = self._around.engine.generate(request)
+            completion = await (sampling_turn if through is None else through(sampling_turn))
             if completion.finish is FinishReason.ABORT:
                 raise Interrupted(
                     f"{self._assignment.session} was given back after {len(completion.token_ids)}"
@@ -184,8 +266,11 @@ class EpisodeRun:
                 raise ValueError("a log-probability is NaN: the weights or the sampler are broken")
         return completion
 
-    def _read(self, prompt_ids: tuple[int, ...], completion: Completion) -> Sampled:
-        parsed = self._around.chat.parse(completion.token_ids, tools=self.chat_tools)
+    def _read(
+        self, prompt_ids: tuple[int, ...], completion: Completion, tools: Sequence[Any] | None = None
+    ) -> Sampled:
+        tools = self.chat_tools if tools is None else tools
+        parsed = self._around.chat.parse(completion.token_ids, tools=tools)
         message = from_chat(parsed.message)
         if completion.finish is not FinishReason.STOP:
             message = replace(message, tool_calls=())
@@ -217,6 +302,8 @@ class EpisodeRun:
 
     async def _run(self, call: ToolCall) -> str:
         with self._doing(Boundary.ENVIRONMENT, "tool_s"):
+            if self._around.delays is not None:
+                await asyncio.sleep(self._around.delays.seconds(self.task.id, self._calls - 1))
             sandboxes = self._around.sandboxes
             lent = nullcontext(self.box) if self.box or sandboxes is None else sandboxes.shared()
             async with lent as box:

@@ -7,7 +7,7 @@ for a turn, let alone a token. It knows nothing of groups or training.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from envs.types import Trajectory, TrajectoryKey
@@ -21,6 +21,7 @@ from rl.rollout.resume import Recovered
 from rl.rollout.state import LoggedSample
 from rl.rollout.wal import TokenLog
 from rl.rollout.worker import Worker
+from rl.transports import Inbox
 from rl.weights import WeightSnapshot
 
 
@@ -56,6 +57,14 @@ class Generator:
         self._lag = LagMonitor(config.lag_alarm_s)
         self._lag_started = False
         self._compacting = asyncio.Lock()
+        self.inbox = Inbox(engine)
+        self.persist: Callable[[], Awaitable[int]] | None = None
+        """Called by `stop` while the engine is paused: keeps running turns' caches for a successor."""
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that all samples use."""
+        return self._engine
 
     async def submit(self, assignments: Sequence[Assignment]) -> None:
         """Starts samples.
@@ -126,6 +135,8 @@ class Generator:
         await self._engine.pause()
         try:
             await asyncio.to_thread(self._log.flush)
+            if self.persist is not None:
+                await self.persist()
             late = await self._loop.cancel(deadline_s)
         finally:
             await self._engine.resume()

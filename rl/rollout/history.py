@@ -62,6 +62,12 @@ class History:
         """Appends what the policy is to answer."""
         self.ids += prompt_ids
 
+    def take_back(self, ids: list[int], *, new_branch: bool) -> None:
+        """Undoes `prompt`, and the `fork` before it: `ids` are those of the branch before."""
+        self.ids = ids
+        if new_branch:
+            self.branches.pop()
+
     def sampled(self, draft: Draft) -> None:
         """Appends what it answered."""
         self.ids += draft.completion.token_ids

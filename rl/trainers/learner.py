@@ -9,17 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from envs.types import Trajectory
 from model.checkpoint import save_policy
 from rl import build
 from rl.checkpoint import Checkpoint, CheckpointStore
+from rl.environments import demonstrations
 from rl.launch.config import RunConfig
+from rl.publish import outbox
 from rl.rollout.buffer import Batch
-from rl.trainers.data import Sample, demonstration_samples, trajectory_samples
+from rl.trainers.data import Sample, trajectory_samples
 from rl.trainers.rl import RLTrainer
 from rl.trainers.sft import SFTTrainer
-from rl.weights import WeightSnapshot
 
 
 class Learner:
@@ -33,13 +35,8 @@ class Learner:
         self.policy = build.policy(config)
         self.sft = SFTTrainer(self.policy, config.sft)
         self.rl: RLTrainer | None = None
-        self._demonstrations = demonstration_samples(
-            build.environment(config),
-            self._chat,
-            config.env.train_split,
-            config.run.seed,
-            efforts=config.effort.draws(config.run.seed).pool(),
-        )
+        self.outbox = outbox(config.launcher.weights, self.weights)
+        self._demonstrations = demonstrations(config, self._chat)
 
     def warm_start(self, steps: int) -> dict[str, float]:
         """Takes so many steps of SFT and returns the metrics of the last one."""
@@ -61,9 +58,9 @@ class Learner:
         assert batch.version == self.rl.version, "the controller counts the same steps"
         return self.rl.step(batch.groups, min_version=batch.min_version)
 
-    def snapshot(self) -> WeightSnapshot:
-        """Returns the current weights, as the version that the next samples carry."""
-        return WeightSnapshot.pack(self.policy.state_dict(), 0 if self.rl is None else self.rl.version)
+    def weights(self) -> tuple[Mapping[str, Tensor], int]:
+        """Returns the current weights, and the version that the next samples carry."""
+        return self.policy.state_dict(), 0 if self.rl is None else self.rl.version
 
     def mismatch(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Compares the sampler's log-probabilities with the trainer's, token by token, on equal weights.

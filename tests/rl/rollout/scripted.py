@@ -54,6 +54,7 @@ class ScriptedEngine:
         self._going = asyncio.Event()
         self._going.set()
         self._closed = False
+        self._aborted: set[str] = set()
 
     async def generate(self, request: GenerateRequest) -> Completion:
         self.requests.append(request)
@@ -63,7 +64,8 @@ class ScriptedEngine:
         while len(tokens) < len(planned):
             await asyncio.sleep(self._step_s)
             await self._going.wait()
-            if self._closed:
+            if self._closed or request.session in self._aborted:
+                self._aborted.discard(request.session)
                 return Completion(tuple(tokens), tuple(logprobs), tuple(versions), FinishReason.ABORT)
             place = len(tokens)
             tokens.append(planned[place])
@@ -80,6 +82,9 @@ class ScriptedEngine:
         if self._on_step is not None:
             columns = np.array([token], np.int32), np.array([logprob_], np.float32)
             self._on_step(StepFrame([request.session], [request.turn], *columns, self.version))
+
+    async def abort(self, session: str) -> None:
+        self._aborted.add(session)
 
     async def release(self, session: str) -> None:
         self.released.append(session)

@@ -1,0 +1,205 @@
+"""Agent programs: somebody else's loop as the scaffold, with our model behind its OpenAI client.
+
+A program is told where the model is by `OPENAI_BASE_URL`, `OPENAI_API_KEY` and `OPENAI_MODEL`, and what to do
+by its task. Whatever it asks the model becomes the turns of its trajectory; what it returns stands as the
+observation after its last turn, where rewards find it (`result_of`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import signal
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from envs.base import Episode
+from envs.types import Role, Task, Trajectory
+from sandbox.base import Sandbox
+
+OUTPUT_LIMIT = 64 << 10
+"""Bytes of a program's output that are kept, from its end."""
+_PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV")
+_TAIL = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Where the model is for one sample: its key works while the sample runs."""
+
+    base_url: str
+    api_key: str
+    model: str
+
+    def environ(self) -> dict[str, str]:
+        """The variables that OpenAI's clients read."""
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_BASE": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "OPENAI_MODEL": self.model,
+        }
+
+
+class AgentError(RuntimeError):
+    """A program that failed: its sample has no verdict, and is run again."""
+
+
+class Agent(Protocol):
+    """A program that works on a task with a model."""
+
+    async def run(self, task: Task, access: Access, sandbox: Sandbox | None) -> str:
+        """Works on a task and returns the result. Raises `AgentError` when the program itself fails."""
+        ...
+
+
+AgentFunction = Callable[..., Awaitable[object] | object]
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionAgent:
+    """An async function of (task, access), and of sandbox if it takes one, in the worker's event loop."""
+
+    function: AgentFunction
+
+    async def run(self, task: Task, access: Access, sandbox: Sandbox | None) -> str:
+        """Calls the function."""
+        takes_sandbox = "sandbox" in inspect.signature(self.function).parameters
+        result = self.function(task, access, sandbox) if takes_sandbox else self.function(task, access)
+        if not inspect.isawaitable(result):
+            raise TypeError(
+                f"the agent {getattr(self.function, '__name__', '')} is no async function, and would hold up "
+                "all others: write `async def`"
+            )
+        value = await result
+        return "" if value is None else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessAgent:
+    """A program on this machine, trusted: it runs as this user. The task comes as JSON on its standard input.
+
+    Attributes:
+        command: Program and arguments.
+        env: More variables of its environment, which else has few.
+        cwd: Where it runs; empty: here.
+    """
+
+    command: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    cwd: str = ""
+
+    async def run(self, task: Task, access: Access, sandbox: Sandbox | None) -> str:
+        """Runs it to its end; ends it and what it started when the sample ends before."""
+        known = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            *self.command,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            env={**known, "PYTHONSAFEPATH": "1", **access.environ(), **self.env},
+            cwd=self.cwd or None,
+            start_new_session=True,
+        )
+        assert process.stdin and process.stdout and process.stderr
+        try:
+            with suppress(ConnectionError):  # it need not read
+                process.stdin.write(task_json(task).encode())
+                await process.stdin.drain()
+            process.stdin.close()
+            output, errors = await asyncio.gather(_tail(process.stdout), _tail(process.stderr))
+            code = await process.wait()
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        return _result(code, output, errors)
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxAgent:
+    """A command in the trajectory's own sandbox, whose network must lead to the endpoint.
+
+    Attributes:
+        command: A shell line or an argv; the task comes as JSON on its standard input.
+        timeout_s: Its longest run.
+    """
+
+    command: str | Sequence[str]
+    timeout_s: float = 600.0
+
+    async def run(self, task: Task, access: Access, sandbox: Sandbox | None) -> str:
+        """Runs it to its end."""
+        if sandbox is None:
+            raise AgentError("the agent runs in a sandbox and its environment has none: give it sandbox=")
+        done = await sandbox.exec(
+            self.command,
+            stdin=task_json(task).encode(),
+            env=access.environ(),
+            timeout_s=self.timeout_s,
+            output_limit=OUTPUT_LIMIT,
+        )
+        if done.timed_out:
+            raise AgentError(f"the agent took longer than {self.timeout_s:g} s")
+        code = -1 if done.exit_code is None else done.exit_code
+        return _result(code, done.stdout, done.stderr)
+
+
+class AgentEpisode(Episode, Protocol):
+    """An episode that can open the model to a program."""
+
+    agent: Agent | None
+    box: Sandbox | None
+
+    def endpoint(self) -> AbstractAsyncContextManager[Access]:
+        """Opens the model to a program, until it is left."""
+        ...
+
+
+def task_json(task: Task) -> str:
+    """What a program is told: the task's id and its prompt, as OpenAI's messages."""
+    prompt = [{"role": str(message.role), "content": message.content} for message in task.prompt]
+    return json.dumps({"id": task.id, "messages": prompt}, ensure_ascii=False)
+
+
+def result_of(trajectory: Trajectory) -> str:
+    """Returns what the program of a trajectory returned; "" when it did not come to its end."""
+    last = trajectory.turns[-1].observations if trajectory.turns else ()
+    return last[-1].content if last and last[-1].role == Role.TOOL else ""
+
+
+def _result(code: int, output: str | bytes, errors: str | bytes) -> str:
+    said, complaint = (
+        text.decode(errors="replace") if isinstance(text, bytes) else text for text in (output, errors)
+    )
+    if code != 0:
+        raise AgentError(
+            f"the agent ended with exit code {code}: {complaint[-_TAIL:].strip() or 'no message'}"
+        )
+    return said.strip()
+
+
+async def _tail(stream: asyncio.StreamReader) -> bytes:
+    """Reads to the end and keeps the last bytes."""
+    kept = b""
+    while data := await stream.read(1 << 16):
+        kept = (kept + data)[-OUTPUT_LIMIT:]
+    return kept
+
+
+def as_agent(value: Any) -> Agent:
+    """Returns an agent as it was given, or a function as one.
+
+    Raises:
+        TypeError: It is neither.
+    """
+    if callable(getattr(value, "run", None)):
+        return value
+    if inspect.iscoroutinefunction(value):
+        return FunctionAgent(value)
+    raise TypeError(f"an agent is an async function of (task, access), or has an async `run`: not {value!r}")

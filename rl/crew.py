@@ -1,0 +1,142 @@
+"""The processes of a run at work together: opened at once, replaced one by one, closed in any case."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl import build
+from rl.actors import Cluster, Process
+from rl.colocated import open_colocated
+from rl.controller import Publisher as Publish
+from rl.launch.config import Launcher, RunConfig
+from rl.launch.run import RunFolder
+from rl.placement import Bundle
+from rl.publish import Publisher
+from rl.replicas import Replicas
+from rl.restarts import Restarts
+from rl.trainers.learner import open_learner
+from rl.watch.watch import Watch
+
+_STOP_S = 6.0
+_BOTH, _LEARNER = "learner and generator", "learner"
+
+Sides = tuple[Any, Any, Publish]
+"""Learner and generator, all of whose methods are awaitable, and how weights get from one to the other."""
+
+
+def fleet_state() -> Path:
+    """Returns the folder of this user's sandbox node: `$TEMPERING_HOME/node`, else in the home folder."""
+    home = os.environ.get("TEMPERING_HOME") or "~/.tempering"
+    return Path(home).expanduser() / "node"
+
+
+def owner(folder: RunFolder) -> str:
+    """Returns the name under which this attempt's sandboxes are held."""
+    return f"{folder.path}/attempt-{folder.attempt}"
+
+
+def generator_roles(launcher: Launcher) -> list[str]:
+    """Returns the names of the generator processes."""
+    if launcher.replicas == 1:
+        return ["generator"]
+    return [f"generator-{i}" for i in range(launcher.replicas)]
+
+
+def crew_bundles(launcher: Launcher) -> list[Bundle]:
+    """Returns what each process of a run reserves."""
+    learner = _resources(launcher.learner_cpus, launcher.learner_gpus)
+    replica = _resources(launcher.replica_cpus, launcher.replica_gpus)
+    if launcher.placement == "colocated":
+        return [Bundle(_BOTH, {k: max(learner.get(k, 0), replica.get(k, 0)) for k in learner | replica})]
+    return [Bundle(_LEARNER, learner), *(Bundle(role, replica) for role in generator_roles(launcher))]
+
+
+def _resources(cpus: float, gpus: float) -> dict[str, float]:
+    return {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """Opens the processes of one run, as often as it takes."""
+
+    config: RunConfig
+    folder: RunFolder
+    watch: Watch
+    cluster: Cluster
+    restarts: Restarts
+
+    @asynccontextmanager
+    async def at_work(self) -> AsyncIterator[Sides]:
+        """Starts all processes, and stops those that are there in the end."""
+        started: list[Process] = []
+        replicas: Replicas | None = None
+        try:
+            if self.config.launcher.placement == "colocated":
+                both = await self._colocated(started)
+                yield both.remote, both.remote, both.remote.publish
+                return
+            replicas = Replicas(await self._split(started), self._replica, self.restarts, self.watch.note)
+            launcher = self.config.launcher
+            learner = started[0]
+            yield (
+                learner.remote,
+                replicas,
+                Publisher(learner, replicas, launcher.weights, launcher.weights_deadline_s),
+            )
+        finally:
+            if replicas is not None:
+                await replicas.stop()
+                started[1:] = [replica.process for replica in replicas.replicas]
+            await asyncio.gather(*(self._stop(process) for process in started))
+
+    async def _colocated(self, started: list[Process]) -> Process:
+        self.watch.phase("start the process that trains and generates", 0, 1)
+        (bundle,) = crew_bundles(self.config.launcher)
+        folder = self.folder
+        where = (self.config, folder.checkpoints, folder.token_log, fleet_state(), owner(folder))
+        started.append(await self.cluster.open("colocated", bundle, open_colocated, *where))
+        return started[0]
+
+    async def _split(self, started: list[Process]) -> list[Process]:
+        """Starts the learner and all replicas at the same time; `started` gets those that did, in order."""
+        config, count = self.config, self.config.launcher.replicas
+        self.watch.phase("start the learner and the generator", 0, 1 + count)
+        bundle = crew_bundles(config.launcher)[0]
+        opening = await asyncio.gather(
+            self.cluster.open(_LEARNER, bundle, open_learner, config, self.folder.checkpoints),
+            *(self._replica(i) for i in range(count)),
+            return_exceptions=True,
+        )
+        started += [process for process in opening if isinstance(process, Process)]
+        for failure in opening:
+            if isinstance(failure, BaseException):
+                raise failure
+        return started[1:]
+
+    async def _replica(self, index: int) -> Process:
+        """Starts a replica on its own token log, which holds what a process before it left."""
+        launcher, folder = self.config.launcher, self.folder
+        role = generator_roles(launcher)[index]
+        log = folder.token_log if launcher.replicas == 1 else folder.token_log / role
+        return await self.cluster.open(
+            role,
+            crew_bundles(launcher)[1 + index],
+            build.open_generator,
+            self.config,
+            log,
+            fleet_state(),
+            owner(folder),
+        )
+
+    async def _stop(self, process: Process) -> None:
+        try:
+            async with asyncio.timeout(_STOP_S):
+                await process.stop()
+        except Exception as error:
+            self.watch.note(f"the {process.role} did not stop cleanly ({type(error).__name__}: {error})")

@@ -1,0 +1,231 @@
+"""What `temper eval` may be told, as key=value words; every key and value is checked, and all at once."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from rl.launch.config import RunConfig
+
+
+class SettingsError(ValueError):
+    """Settings of an evaluation that make no sense: one line for each."""
+
+
+class EvalSettings(BaseModel):
+    """Settings of an evaluation. Those of sampling and of the environment default to the run's own.
+
+    Attributes:
+        env: environments, by registered name or file path.
+        options: options of environments: `options={sort: {longest: 12}}`.
+        n: tasks of each environment.
+        k: samples of each task.
+        effort: efforts; each is evaluated on the same tasks with the same seeds.
+        scaffold: scaffolds, likewise.
+        split: the environments' split.
+        seed: of tasks and draws.
+        temperature: 0 is greedy.
+        max_completion_tokens: bound of a turn; `max_tokens` bounds a whole sequence.
+        max_turns: overrides the environment's.
+        pass_at: the k of pass@k; by default 1 and k.
+        solved: the score from which a task counts as solved.
+        almost: the score from which it counts as almost solved.
+        deadlines_s: wall-clock deadlines, in seconds, at which mean@k and almost@k are read off.
+        prices: a YAML file of prices (docs/evaluation.md); without one nothing has a cost.
+        max_in_flight: samples at a time.
+        retries: further attempts of a sample that failed for infrastructure.
+        deadline_s: most seconds of one sample; one that takes longer has no score.
+        sandbox: the backend of sandboxes; `sandbox_url` the fleet.
+        threads: cores of the engine.
+        out: the folder of the result, a new one; by default beside the checkpoint's run, named after its
+            settings.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    env: tuple[str, ...] = Field(min_length=1)
+    options: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    n: int = Field(default=200, ge=1)
+    k: int = Field(default=1, ge=1)
+    effort: tuple[int, ...] = Field(min_length=1)
+    scaffold: tuple[str, ...] = Field(min_length=1)
+    split: str = "eval"
+    seed: int = Field(default=7919, ge=0)
+    temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    max_completion_tokens: int = Field(ge=1)
+    max_tokens: int = Field(ge=2)
+    max_turns: int | None = Field(default=None, ge=1)
+    fake_quant: bool = True
+    exact: bool = False
+    pass_at: tuple[int, ...] = ()
+    solved: float = Field(default=1.0, allow_inf_nan=False)
+    almost: float = Field(default=0.95, allow_inf_nan=False)
+    deadlines_s: tuple[float, ...] = ()
+    prices: str = ""
+    max_in_flight: int = Field(default=128, ge=1)
+    retries: int = Field(default=2, ge=0)
+    deadline_s: float = Field(default=600.0, gt=0)
+    sandbox: Literal["auto", "docker", "bubblewrap", "gvisor", "function"] = "auto"
+    sandbox_url: str = "local"
+    threads: int = Field(default=1, ge=1)
+    out: str = ""
+
+    @field_validator("env", "effort", "scaffold", "pass_at", "deadlines_s", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, value: Any) -> Any:
+        return value if isinstance(value, (list, tuple)) else [value]
+
+    @field_validator("env", "effort", "scaffold")
+    @classmethod
+    def _no_doubles(cls, value: tuple[Any, ...]) -> tuple[Any, ...]:
+        if len(set(value)) < len(value):
+            raise ValueError(f"{list(value)} names one twice; each is evaluated once")
+        return value
+
+    @field_validator("effort")
+    @classmethod
+    def _efforts_in_range(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if not all(1 <= effort <= 100 for effort in value):
+            raise ValueError(f"{list(value)}: each effort is from 1 to 100")
+        return tuple(sorted(value))
+
+    @field_validator("deadlines_s")
+    @classmethod
+    def _deadlines_ascend(cls, value: tuple[float, ...]) -> tuple[float, ...]:
+        if not all(0 < seconds < float("inf") for seconds in value):
+            raise ValueError(f"{list(value)}: deadlines are seconds above 0")
+        return tuple(sorted(value))
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        wrong = [k for k in self.pass_at if not 1 <= k <= self.k]
+        if wrong:
+            raise ValueError(
+                f"pass_at={wrong}: with k={self.k} samples a task, pass@k is known for 1 to {self.k}"
+            )
+        if self.max_completion_tokens >= self.max_tokens:
+            raise ValueError(
+                f"max_completion_tokens={self.max_completion_tokens} leaves no room for a prompt in "
+                f"max_tokens={self.max_tokens}; make the second larger"
+            )
+        if self.deadlines_s and self.deadlines_s[-1] > self.deadline_s:
+            raise ValueError(
+                f"deadlines_s={list(self.deadlines_s)} goes beyond deadline_s={self.deadline_s:g}, after "
+                "which a "
+                "sample is given up; raise the second"
+            )
+        if self.temperature == 0 and self.k > 1:
+            raise ValueError(f"temperature=0 draws the same answer k={self.k} times; give k=1")
+        if unknown := sorted(set(self.options) - set(self.env)):
+            raise ValueError(f"options names {', '.join(unknown)}, which env={list(self.env)} does not")
+        if not self.sandbox_url:
+            raise ValueError("sandbox_url is empty; it is `local` or the address of a fleet's front")
+        return self
+
+    @property
+    def passes(self) -> tuple[int, ...]:
+        """The k of pass@k, ascending."""
+        return tuple(sorted(set(self.pass_at or (1, self.k))))
+
+
+CHANGEABLE = frozenset(
+    {"pass_at", "solved", "almost", "deadlines_s", "prices", "max_in_flight", "threads"}
+    | {"sandbox", "sandbox_url", "retries"}
+)
+"""Settings that may change when an evaluation goes on: no sample depends on them."""
+
+
+def read_settings(words: Sequence[str], config: RunConfig) -> EvalSettings:
+    """Reads `key=value` words over what the run's configuration gives.
+
+    Raises:
+        SettingsError: A word has another form, a key is unknown, or a value is wrong.
+    """
+    return _read(words, _of_run(config), frozenset(EvalSettings.model_fields))
+
+
+def changed_settings(words: Sequence[str], stored: Mapping[str, Any]) -> EvalSettings:
+    """Reads words over the settings of an evaluation that goes on.
+
+    Raises:
+        SettingsError: As above, or a setting that samples depend on is to change.
+    """
+    return _read(words, stored, CHANGEABLE)
+
+
+def _read(words: Sequence[str], base: Mapping[str, Any], allowed: frozenset[str]) -> EvalSettings:
+    problems: list[str] = []
+    given: dict[str, Any] = {}
+    for word in words:
+        problem = _read_word(word, given)
+        problems += [problem] if problem else []
+    problems += [
+        f"{key}: the samples were drawn with {base.get(key)!r}; begin another evaluation to change it"
+        for key in sorted(given.keys() - allowed)
+    ]
+    try:
+        settings = EvalSettings.model_validate({**base, **given})
+    except ValidationError as error:
+        problems += [_problem(details, given) for details in error.errors()]
+        raise SettingsError("\n".join(problems)) from None
+    if problems:
+        raise SettingsError("\n".join(problems))
+    return settings
+
+
+def _read_word(word: str, given: dict[str, Any]) -> str:
+    """Puts a word into `given`; returns what is wrong with it."""
+    key, equals, text = word.partition("=")
+    if not equals or not key:
+        return f"{word}: a setting has the form key=value, as in n=200 or effort=[1,50,100]"
+    if key not in EvalSettings.model_fields:
+        near = difflib.get_close_matches(key, EvalSettings.model_fields, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}? " if near else ""
+        return f"{key}: there is no such setting; {hint}There are {', '.join(EvalSettings.model_fields)}"
+    if key in given:
+        return f"{key} is given twice"
+    try:
+        given[key] = yaml.safe_load(text) if text else ""
+    except yaml.YAMLError:
+        return f"{word}: the value cannot be read; a list is written [1,50,100]"
+    return ""
+
+
+def _problem(details: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    where = ".".join(str(part) for part in details["loc"])
+    text = str(details["msg"]).removeprefix("Value error, ")
+    key = str(details["loc"][0]) if details["loc"] else ""
+    value = f" (given: {given[key]!r})" if key in given and details["type"] != "value_error" else ""
+    return f"{where}: {text}{value}" if where else text
+
+
+def _of_run(config: RunConfig) -> dict[str, Any]:
+    """What a run's configuration says of an evaluation."""
+    engine = config.engine
+    return {
+        "env": tuple(config.env.named),
+        "options": {name: options for name, options in config.env.named.items() if options},
+        "effort": config.effort.levels,
+        "scaffold": (config.scaffold.name,),
+        "split": config.env.eval_split,
+        "temperature": engine.temperature,
+        "top_p": engine.top_p,
+        "top_k": engine.top_k,
+        "max_completion_tokens": engine.max_completion_tokens,
+        "max_tokens": engine.max_tokens,
+        "max_turns": config.scaffold.max_turns,
+        "fake_quant": config.trainer.fake_quant,
+        "exact": config.model.exact,
+        "max_in_flight": engine.max_requests,
+        "retries": config.rollout.retries,
+        "deadline_s": config.rollout.deadline_s,
+        "sandbox": config.sandbox.backend,
+        "sandbox_url": config.sandbox.url,
+        "threads": config.launcher.generator_threads,
+    }

@@ -1,0 +1,55 @@
+"""`temper merge`: the weighted average of checkpoints of one model, trained on different scaffolds, say."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+_HELP = """\
+  temper merge run-a=0.6 run-b@40=0.4 --out merged        newest checkpoint of one run, step 40 of another
+  temper merge path/to/policy=0.5 other/policy=0.5 --out merged
+The result is a policy's folder: temper eval merged env=calc, or temper train ... model.path=merged.
+"""
+
+
+def add_merge(commands: Any) -> None:
+    """Adds `temper merge` to the commands."""
+    command = commands.add_parser(
+        "merge",
+        help="average checkpoints: temper merge A=0.6 B=0.4 --out DIR",
+        epilog=_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument(
+        "sources", nargs="+", metavar="CKPT|RUN=WEIGHT", help="what to average; weights add up to 1"
+    )
+    command.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="the folder to write, a new one"
+    )
+    command.add_argument(
+        "--root", type=Path, default=Path("runs"), help="the folder of the runs (default runs)"
+    )
+    command.set_defaults(action=_merge)
+
+
+def _merge(parsed: argparse.Namespace, rest: list[str]) -> int:
+    from model.merge import MergeError, Source, merge_checkpoints
+    from rl.evals.target import find_target
+
+    sources: list[Source] = []
+    for word in parsed.sources:
+        name, equals, weight = word.rpartition("=")
+        try:
+            value = float(weight)
+        except ValueError:
+            equals = ""
+            value = 0.0
+        if not equals or not name:
+            raise MergeError(f"{word}: give each checkpoint with its weight, as in my-run=0.6")
+        target = find_target(name, parsed.root)
+        sources.append(Source(target.name, target.policy, value))
+    count = merge_checkpoints(sources, parsed.out.expanduser())
+    print(f"averaged {count} tensors of {', '.join(f'{s.name} ({s.weight:g})' for s in sources)}")
+    print(parsed.out)
+    return 0
