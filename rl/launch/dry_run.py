@@ -37,7 +37,9 @@ def arithmetic(config: RunConfig) -> Iterator[str]:
         f"{config.trainer.steps * samples} samples ({samples} a step), at most "
         f"{samples * config.engine.max_tokens} tokens a step"
     )
-    yield f"efforts: {levels} ({', '.join(map(str, config.effort.levels))}), one for each group in turn"
+    kind = config.effort.distribution.kind
+    how = "each task at one after the other" if kind == "ladder" else f"drawn {kind}, {levels} a task"
+    yield f"efforts: {', '.join(map(str, config.effort.levels))}, {how}"
     evaluation = config.eval.tasks * (1 + config.eval.samples)
     yield (
         f"evaluation: {config.eval.tasks} tasks, once greedy and {config.eval.samples} times sampled = "
