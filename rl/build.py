@@ -90,6 +90,7 @@ async def open_generator(
             pages=config.engine.pages,
             replay=config.engine.replay,
             prefix_store=store,
+            capture=config.trainer.replay_choices != "off",
         )
         door = AgentDoor(engine, taps, chat, rollout.max_total_tokens, served)
         workers = await open_workers(

@@ -1,4 +1,4 @@
-"""The price of tokens ties length to effort: a tabular policy, trained by the run's own rewards and advantages.
+"""The price of tokens ties length to effort: a tabular policy, trained by a run's rewards and advantages.
 
 The table knows what the policy of `experiment=effort` has to find out (the effort, how often it asked, the
 lead of one bit), so the lengths it learns are those that the rewards ask for.
