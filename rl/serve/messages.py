@@ -38,7 +38,7 @@ def check_messages(messages: Any) -> Messages:
     checked = tuple(_message(value, f"messages[{number}]") for number, value in enumerate(messages))
     if checked[-1]["role"] == "assistant":
         raise ApiError(
-            "the last message is the assistant's own, and its text is not continued: end with a user's or tool's",
+            "the last message is the assistant's own, and its text is not continued: end with another's",
             param="messages",
             code="invalid_value",
         )
