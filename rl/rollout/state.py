@@ -94,11 +94,21 @@ class LoggedTurn:
 
 
 @dataclass(frozen=True, slots=True)
+class SandboxPlace:
+    """Where a sample's own sandbox stands: its id, its generation, and how many commands it was given."""
+
+    sandbox: str
+    generation: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
 class LoggedSample:
-    """An unfinished sample: what it was told and how far it came."""
+    """An unfinished sample: what it was told and how far it came, in tokens and in its own sandbox."""
 
     assignment: Assignment
     turns: tuple[LoggedTurn, ...]
+    place: SandboxPlace | None = None
 
     def up_to_version(self, version: int) -> LoggedSample:
         """The sample, with tokens of policies newer than `version` counted as of `version`.
@@ -115,7 +125,10 @@ class LoggedSample:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What a log holds, by slot; `lost_tokens` are logged tokens that lie behind a hole or have no sample."""
+    """What a log holds, by slot; `lost_tokens` are logged tokens that lie behind a hole or have no sample.
+
+    `leaning` are finished slots of which `finished` took some from their steps (`rl.rollout.ends`).
+    """
 
     unfinished: dict[int, LoggedSample]
     finished: dict[int, Trajectory]
@@ -123,3 +136,4 @@ class Recovery:
     tokens: int = 0
     lost_tokens: int = 0
     next_slot: int = 0
+    leaning: set[int] = field(default_factory=set)

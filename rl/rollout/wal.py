@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
@@ -25,11 +26,12 @@ from envs.types import FinishReason, Message, Trajectory, TrajectoryKey
 from rl.engines.base import StepFrame
 from rl.rollout import codec
 from rl.rollout.assignment import Assignment
+from rl.rollout.ends import without_steps
 from rl.rollout.frames import Buffer, Damage, Kind, Unsealed, header, ints, record
 from rl.rollout.lanes import Lanes
 from rl.rollout.recovery import rebuild
-from rl.rollout.segments import Segment, list_segments, next_number, rewrite, segment_path, sync_folder
-from rl.rollout.state import FINISHES, LoggedSample, Recovery
+from rl.rollout.segments import Keep, Segment, list_segments, next_number, rewrite, segment_path, sync_folder
+from rl.rollout.state import FINISHES, LoggedSample, Recovery, SandboxPlace
 
 _BUFFERS = 512
 """Most buffers of one call of the system, which takes 1024."""
@@ -48,7 +50,7 @@ class TokenLog:
     Args:
         folder: Made when it is missing; one process may write it at a time.
         flush_ms: The longest time that an appended record stays in memory; 0 writes every record at once.
-        fsync: Whether forced flushes also wait for the disk, which survives the loss of power.
+        fsync: Whether flushes also wait for the disk, which survives the loss of power.
         segment_bytes: The size at which a new file begins.
 
     Raises:
@@ -70,6 +72,7 @@ class TokenLog:
         self._slots: dict[TrajectoryKey, int] = {}
         self._live: set[int] = set()
         self._ended: set[int] = set()
+        self._leaning: set[int] = set(self.recovery.leaning)
         self._adopt(self.recovery)
         self._next_slot = self.recovery.next_slot
         self._failure: Exception | None = None
@@ -102,7 +105,8 @@ class TokenLog:
         tokens, results = (len(last.tokens), len(last.results)) if last else (0, 0)
         with self._appending():
             slot = self._slots[sample.assignment.key]
-            self._lanes.open(sample.assignment.session, slot, tokens)
+            whole = {i: len(turn.tokens) for i, turn in enumerate(sample.turns) if turn.finish is not None}
+            self._lanes.open(sample.assignment.session, slot, tokens, whole)
             closed = int(last is not None and last.finish is not None)
             self._append(Kind.RESET, ints("IIIIII", slot, len(sample.turns), turn, tokens, closed, results))
 
@@ -123,21 +127,31 @@ class TokenLog:
         replay_starts: Sequence[tuple[int, int]] = (),
     ) -> None:
         """A turn of `tokens` tokens was sampled to its end, after prefills that began at these places."""
-        starts = np.array(replay_starts, "<u4").tobytes()
-        self._about(session, Kind.TURN, ints("III", turn, tokens, FINISHES.index(finish)) + starts)
+        payload = ints("III", turn, tokens, FINISHES.index(finish)) + np.array(replay_starts, "<u4").tobytes()
+        with self._appending():
+            if (slot := self._lanes.slot(session)) is not None:
+                self._lanes.end_turn(session, turn, tokens)
+                self._append(Kind.TURN, ints("I", slot), payload)
 
     def result(self, session: str, turn: int, number: int, message: Message) -> None:
         """The result of the turn's tool call `number` (0-based)."""
         body = json.dumps(codec.message_to_json(message)).encode()
         self._about(session, Kind.RESULT, ints("II", turn, number) + body)
 
+    def place(self, session: str, place: SandboxPlace) -> None:
+        """Where the sample's own sandbox stands now; the last such record counts."""
+        self._about(session, Kind.PLACE, json.dumps(asdict(place)).encode())
+
     def end(self, session: str, trajectory: Trajectory) -> None:
         """A sample ended; its whole result is kept until it is consumed."""
-        parts = codec.trajectory_to_parts(trajectory)
+        shorter, in_steps = without_steps(trajectory, self._lanes.logged_turns(session))
+        parts = codec.trajectory_to_parts(shorter, in_steps)
         with self._appending():
             if (slot := self._lanes.close(session)) is not None:
                 self._live.discard(slot)
                 self._ended.add(slot)
+                if in_steps:
+                    self._leaning.add(slot)
                 self._append(Kind.END, ints("I", slot), *parts)
 
     def consumed(self, keys: Iterable[TrajectoryKey]) -> None:
@@ -146,6 +160,7 @@ class TokenLog:
             slots = [slot for key in keys if (slot := self._slots.pop(key, None)) is not None]
             self._live.difference_update(slots)
             self._ended.difference_update(slots)
+            self._leaning.difference_update(slots)
             if slots:
                 self._append(Kind.CONSUMED, np.array(slots, "<u4").tobytes())
 
@@ -192,8 +207,8 @@ class TokenLog:
             self._rotate()
             sealed = list(self._sealed)
             with self._lock:
-                live, ended = set(self._live), set(self._ended)
-        compacted = rewrite(sealed, live, ended)
+                keep = Keep(set(self._live), set(self._ended), set(self._leaning))
+        compacted = rewrite(sealed, keep)
         with self._io:
             self._sealed = [compacted, *self._sealed[len(sealed) :]]
             self._compacted_bytes = compacted.size
@@ -283,7 +298,7 @@ class TokenLog:
     def _flush_forever(self) -> None:
         while not self._closing.wait(self._flush_s):
             try:
-                self.flush(sync=False)
+                self.flush()
             except TokenLogError:
                 return  # kept in `_failure`: the next append raises it
 
