@@ -91,7 +91,7 @@ class Lanes:
         lanes = lanes[found]
         columns = np.zeros((5, len(lanes)), np.uint32)
         columns[0] = self._slot[lanes]
-        columns[1] = np.array(frame.turns, np.uint32)[found]
+        columns[1] = np.fromiter(frame.turns, np.uint32, len(frame.turns))[found]
         several = bool(len(lanes)) and int(np.bincount(lanes).max()) > 1
         repeats = _repeats(lanes) if several else None
         return _Route(list(frame.sessions), list(frame.turns), whole, found, lanes, columns, repeats)
