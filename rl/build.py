@@ -94,8 +94,9 @@ async def open_generator(
             capture=config.trainer.replay_choices != "off",
         )
         door = AgentDoor(engine, taps, chat, rollout.max_total_tokens, served)
+        pool = token_log.name
         workers = await open_workers(
-            config, engine, chat, log, stack, fleet_state=fleet_state, owner=owner, door=door
+            config, engine, chat, log, stack, fleet_state=fleet_state, owner=owner, pool=pool, door=door
         )
         every = config.engine.scales_every
         scales = ScaleMonitor(net, every) if every else None
