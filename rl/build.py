@@ -22,6 +22,7 @@ from rewards import unit_tests
 from rl.collective import CollectiveInbox
 from rl.engines.native import NativeEngine
 from rl.engines.prefixes import open_prefixes
+from rl.engines.saved import SavedTurns
 from rl.launch.config import RunConfig
 from rl.rollout.generator import Generator
 from rl.rollout.sandboxes import FleetSandboxes
@@ -103,6 +104,7 @@ async def open_generator(
             pages=config.engine.pages,
             replay=config.engine.replay,
             prefix_store=store,
+            saved=SavedTurns(token_log / "turns", config.engine.persist_from),
         )
         sandboxes = None
         if env.sandbox is not None or env.reward_name == "unit_tests":
@@ -131,6 +133,7 @@ async def open_generator(
         every = config.engine.scales_every
         scales = ScaleMonitor(net, every) if every else None
         generator = Generator({(env.name, config.scaffold.name): worker}, engine, log, rollout, scales)
+        generator.persist = engine.persist
         if config.launcher.weights == "collective":
             generator.inbox = CollectiveInbox(engine, net.device)
         stack.push_async_callback(generator.close)

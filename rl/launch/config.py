@@ -105,6 +105,8 @@ class EngineSection(Section):
         prefix_store: where beginnings of histories are kept for later requests: nowhere (off), in
             memory, or in memory and on disk. Needs engine.storage=packed.
         prefix: its sizes.
+        persist_from: an interruption keeps the caches of turns with at least so many tokens on disk, beside
+            the token log; shorter ones are computed again.
         scales_every: in every so many-th forward pass block scales at their limits are counted
             (`quant/rollout/...`); 0 never counts.
     """
@@ -116,6 +118,7 @@ class EngineSection(Section):
     temperature: float = Field(default=1.0, gt=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
+    persist_from: int = Field(default=256, ge=1)
     speculate: Literal["off", "rejection", "coupled"] = "off"
     draft_length: int | None = Field(default=None, ge=1)
     storage: Literal["dense", "packed"] = "dense"
@@ -184,8 +187,6 @@ class Launcher(Section):
         placement: `split` gives trainer and generators processes of their own; `colocated` lets one process
             do both in turns, on the same weights: training preempts the rollouts at a token boundary.
         replicas: generator processes; samples go to the least loaded. A resumed run keeps its number.
-        prefill_replicas: engines that compute prompts for the generators, which then only decode; 0: each
-            generator computes its own.
         restarts: how often a process may die without progress between; a successor goes on with its samples.
         weights: how they travel: `shared_memory` within one host, `object_store` or `collective` (NCCL
             between GPUs, Gloo between CPUs) between hosts.
@@ -198,7 +199,6 @@ class Launcher(Section):
     address: str = ""
     placement: Literal["split", "colocated"] = "split"
     replicas: int = Field(default=1, ge=1)
-    prefill_replicas: int = Field(default=0, ge=0)
     restarts: int = Field(default=3, ge=0)
     weights: Medium = "shared_memory"
     weights_deadline_s: float = Field(default=120.0, gt=0)
@@ -215,11 +215,10 @@ class Launcher(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.placement == "colocated" and (self.replicas > 1 or self.prefill_replicas):
+        if self.placement == "colocated" and self.replicas > 1:
             raise ValueError(
                 f"launcher.placement=colocated is one process that trains and generates; with "
-                f"launcher.replicas={self.replicas} and launcher.prefill_replicas={self.prefill_replicas} "
-                "set launcher.placement=split"
+                f"launcher.replicas={self.replicas} set launcher.placement=split"
             )
         if not (self.learner_cpus or self.learner_gpus) or not (self.replica_cpus or self.replica_gpus):
             raise ValueError(

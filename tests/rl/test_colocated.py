@@ -110,5 +110,5 @@ async def test_a_step_that_is_cancelled_lets_the_engine_go_on_only_when_its_thre
 
 
 def test_one_process_is_not_several() -> None:
-    with pytest.raises(ConfigError, match="set launcher.placement=split"):
+    with pytest.raises(ConfigError, match=r"set launcher\.placement=split"):
         load_config(["experiment=calc", "launcher.placement=colocated", "launcher.replicas=2"])
