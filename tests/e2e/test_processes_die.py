@@ -43,7 +43,8 @@ def test_a_run_outlives_its_generators_and_its_learner(home: Home) -> None:
         (2, "generator-1", signal.SIGTERM),
         (3, "learner", signal.SIGKILL),
     ):
-        assert wait_for(lambda step=step: len(set(steps(run))) >= step, 300), home.output()
+        wait_for(lambda step=step: len(set(steps(run))) >= step or driver.poll() is not None, 300)
+        assert driver.poll() is None, home.output()
         os.kill(pid_of(home, role), number)
     assert driver.wait(400) == 0, home.output()
     notes = home.output()
