@@ -1,7 +1,7 @@
 """How long new weights hold an engine up: `python -m benchmarks.weight_updates [--width N] [--updates N]`.
 
 A learner in a process of its own publishes versions of the weights to an engine that decodes all the time, by
-each medium. For every update the gap between the last token before the swap and the first after it is measured,
+each medium. For every update the gap between the last token before the swap and the first after it is taken,
 less one decode step: the pause. The last line is
 
     weights pause P ms bound B ms bytes N M.MM GB/s
