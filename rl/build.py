@@ -8,29 +8,22 @@ from pathlib import Path
 
 import torch
 
-import envs.registry
-import rewards
-from envs import scaffolds
-from envs.base import Environment
 from model.chat import ChatFormat, load_chat, nano_chat
 from model.checkpoint import load_policy
 from model.config import PolicyConfig
 from model.diagnostics.scales import ScaleMonitor
 from model.engine.speculative import Speculation
 from model.policy import Policy
-from rewards import unit_tests
 from rl.collective import CollectiveInbox
 from rl.engines.native import NativeEngine
 from rl.engines.prefixes import open_prefixes
 from rl.engines.saved import SavedTurns
+from rl.environments import open_workers
 from rl.launch.config import RunConfig
 from rl.rollout.generator import Generator
-from rl.rollout.sandboxes import FleetSandboxes
 from rl.rollout.wal import TokenLog
-from rl.rollout.worker import Worker
 from rl.serve.agents import AgentDoor
 from rl.serve.taps import Taps
-from sandbox.client import Fleet
 
 
 def policy(config: RunConfig) -> Policy:
@@ -49,11 +42,6 @@ def chat_format(config: RunConfig) -> ChatFormat:
     return nano_chat()
 
 
-def environment(config: RunConfig) -> Environment:
-    """Returns the environment with its options."""
-    return envs.registry.load(config.env.name, **config.env.options)
-
-
 def speculation(config: RunConfig) -> Speculation | None:
     """Returns how the engine is to draft; None: not at all."""
     if config.engine.speculate == "off":
@@ -70,12 +58,12 @@ def use_threads(count: int) -> None:
 async def open_generator(
     config: RunConfig, token_log: Path, fleet_state: Path, owner: str, shared: Policy | None = None
 ) -> AsyncIterator[Generator]:
-    """Opens the rollout process: engine, token log, a connection to the fleet, and a worker.
+    """Opens the rollout process: engine, token log, a connection to the fleet, and workers.
 
     The engine's policy is `shared`, whose tensors somebody else changes between two tokens, or its own.
     """
     use_threads(config.launcher.generator_threads)
-    net, chat, env = shared or policy(config), chat_format(config), environment(config)
+    net, chat = shared or policy(config), chat_format(config)
     net.fake_quant, net.exact = config.trainer.fake_quant, config.model.exact
     rollout = config.rollout
     log = TokenLog(
@@ -106,33 +94,13 @@ async def open_generator(
             prefix_store=store,
             saved=SavedTurns(token_log / "turns", config.engine.persist_from),
         )
-        sandboxes = None
-        if env.sandbox is not None or env.reward_name == "unit_tests":
-            fleet = await Fleet.connect(
-                config.sandbox.url, state_dir=fleet_state, owner=owner, backend=config.sandbox.backend
-            )
-            stack.push_async_callback(fleet.close)
-            unit_tests.judge_in(fleet)
-            if env.sandbox is not None:
-                lease_s = rollout.deadline_s + rollout.score_deadline_s + 60.0
-                sandboxes = FleetSandboxes(fleet, env.sandbox, rollout.pool_size, lease_s)
-        reward = rewards.load(env.reward_name) if env.reward_name else None
-        scaffold = scaffolds.load(config.scaffold.name)
-        worker = Worker(
-            env,
-            scaffold,
-            engine,
-            chat,
-            sandboxes,
-            reward,
-            log,
-            rollout,
-            max_turns=config.scaffold.max_turns,
-            door=AgentDoor(engine, taps, chat, rollout.max_total_tokens, served),
+        door = AgentDoor(engine, taps, chat, rollout.max_total_tokens, served)
+        workers = await open_workers(
+            config, engine, chat, log, stack, fleet_state=fleet_state, owner=owner, door=door
         )
         every = config.engine.scales_every
         scales = ScaleMonitor(net, every) if every else None
-        generator = Generator({(env.name, config.scaffold.name): worker}, engine, log, rollout, scales)
+        generator = Generator(workers, engine, log, rollout, scales)
         generator.persist = engine.persist
         if config.launcher.weights == "collective":
             generator.inbox = CollectiveInbox(engine, net.device)

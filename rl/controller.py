@@ -19,7 +19,7 @@ from rl.rates import Rates
 from rl.rollout.assignment import Assignment, Purpose
 from rl.rollout.buffer import Batch, Buffer
 from rl.rollout.dispatch import Dispatcher, Ending, SampleId
-from rl.rollout.stream import TaskStream
+from rl.rollout.mixture import MixedStream
 from rl.watch.metrics import batch_metrics
 from rl.watch.watch import Watch
 
@@ -88,7 +88,7 @@ class Controller:
     publish: Publisher
     dispatcher: Dispatcher
     buffer: Buffer
-    stream: TaskStream
+    stream: MixedStream
     watch: Watch
     extra_state: dict[str, Any] = field(default_factory=dict)
     first_step: int = 0
@@ -120,7 +120,10 @@ class Controller:
         for drop in self.buffer.take_dropped():
             self.dispatcher.drop(drop.id, drop.reason)
             self._forget(drop.group)
-        if started := self.dispatcher.start(time.monotonic()):
+        started = self.dispatcher.start(time.monotonic())
+        for text in self.dispatcher.take_news():
+            self.watch.note(text)
+        if started:
             await self.generator.submit([self.assignment(sample) for sample in started])
 
     def assignment(self, sample: SampleId) -> Assignment:
@@ -130,7 +133,7 @@ class Controller:
         return Assignment(
             key=key,
             task=task,
-            environment=self.stream.env.name,
+            environment=self.stream.environment(sample.group),
             sampling=self.plan.sampling,
             seed=self.plan.run_seed,
             purpose=Purpose.TRAIN,
@@ -168,7 +171,7 @@ class Controller:
             self._forget(group)
         counters = await self.generator.stats()
         metrics |= counters | self.rates.update(counters, train_s, metrics.get("train/tokens", 0.0))
-        metrics["sys/queue.depth"] = float(len(self.buffer))
+        metrics |= self._queue_metrics()
         self.watch.step(self.version, batch, metrics | batch_metrics(batch))
         for text in await self.generator.alarms():
             self.watch.note(text)
@@ -177,7 +180,21 @@ class Controller:
 
     def _forget(self, group: Group) -> None:
         self._drawn.pop(group.id, None)
+        self.stream.observe(group)
         self._used += [t.key for t in group.trajectories]
+
+    def _queue_metrics(self) -> dict[str, float]:
+        """What waits, what filters took since the run began, and samples in flight of each environment."""
+        filtered = {
+            f"rollout/all/filter.{name}": float(count)
+            for name, count in self.buffer.counts.items()
+            if name.startswith("dropped.") or name == "filter_exhausted"
+        }
+        running = {
+            f"sys/running.{name}": float(self.dispatcher.running_in(name))
+            for name in self.stream.environments
+        }
+        return {"sys/queue.depth": float(len(self.buffer)), **filtered, **running}
 
     async def checkpoint(self) -> None:
         """Makes the current frontier durable, then lets the token log forget what lies before it."""
@@ -191,6 +208,7 @@ class Controller:
         return {
             "dispatcher": self.dispatcher.state_dict(),
             "buffer": self.buffer.state_dict(),
+            "stream": self.stream.state_dict(),
             "extra": dict(self.extra_state),
         }
 
@@ -198,6 +216,7 @@ class Controller:
         """Restores what `state_dict` gave."""
         self.dispatcher.load_state_dict(state["dispatcher"])
         self.buffer.load_state_dict(state["buffer"])
+        self.stream.load_state_dict(state["stream"])
         self.extra_state = dict(state["extra"])
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from rl import build
 from rl.actors import Cluster
 from rl.checkpoint import Checkpoint, CheckpointStore
 from rl.crew import Crew, crew_bundles, fleet_state, owner
+from rl.environments import needs_sandbox
 from rl.launch.config import RunConfig
 from rl.launch.run import RunFolder
 from rl.leftovers import end_leftovers
@@ -40,7 +40,7 @@ async def drive(config: RunConfig, folder: RunFolder, watch: Watch, *, ray_actor
     if config.sandbox.url == "local":
         await _reclaim(watch)
     async with AsyncExitStack() as stack:
-        if build.environment(config).sandbox is not None:
+        if needs_sandbox(config):
             await stack.enter_async_context(await _node(config, folder, watch))
         cluster = await stack.enter_async_context(_cluster(config, folder, watch, ray_actors))
         crew = Crew(config, folder, watch, cluster, Restarts(config.launcher.restarts))

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any, Protocol
 
-from envs.types import Trajectory, TrajectoryKey
+from envs.types import Task, Trajectory, TrajectoryKey
 from model.engine.sampler import SamplingParams
-from rl import build
 from rl.checkpoint import Checkpoint
 from rl.controller import Controller, Generator, Learner, Plan, Publisher
+from rl.environments import group_plan, load_environments, open_stream, shares
 from rl.evaluation import EvalResult, summarize
 from rl.launch.config import RunConfig
 from rl.rollout.assignment import Assignment, Purpose
 from rl.rollout.buffer import Buffer
-from rl.rollout.dispatch import Dispatcher, GroupPlan
+from rl.rollout.dispatch import Dispatcher
+from rl.rollout.mixture import interleaved
 from rl.rollout.resume import Recovered, plan_resume
-from rl.rollout.stream import TaskStream
 from rl.watch.watch import Watch
 
 _SFT_CHUNK = 10
@@ -104,12 +104,10 @@ class Recipe:
         return Outcome(self._results("before"), self._results("after"), controller.version)
 
     def _controller(self) -> Controller:
-        config, env = self.config, build.environment(self.config)
-        size = config.algorithm.group_size
-        stream = TaskStream(env, config.env.train_split, config.run.seed, config.effort.levels)
+        config, stream = self.config, open_stream(self.config)
         plan = Plan(
             steps=config.trainer.steps,
-            group_size=size,
+            group_size=config.algorithm.group_size,
             scaffold=config.scaffold.name,
             sampling=self._sampling(config.engine.temperature),
             run_seed=config.run.seed,
@@ -120,7 +118,7 @@ class Recipe:
             self.learner,
             self.generator,
             self.publish,
-            Dispatcher(config.rollout, lambda group: GroupPlan(size, env.name)),
+            Dispatcher(config.rollout, lambda g: group_plan(config, stream, g), config.env.caps),
             Buffer(config.rollout, length=config.effort.length_penalty),
             stream,
             self.watch,
@@ -147,12 +145,14 @@ class Recipe:
         )
         gap = await self.learner.mismatch(sampled)
         self.watch.log(
-            "eval", version, {f"eval/{self.config.env.name}/kl.mismatch.{k}": v for k, v in gap.items()}
+            "eval", version, {f"eval/{self.config.env.title}/kl.mismatch.{k}": v for k, v in gap.items()}
         )
         self.results[when] = {}
         for name, trajectories in (("greedy", greedy), ("sampled", sampled)):
             result = summarize(trajectories)
-            self.watch.log("eval", version, result.metrics(f"eval/{self.config.env.name}/{name}"))
+            self.watch.log("eval", version, result.metrics(f"eval/{self.config.env.title}/{name}"))
+            for env, members in self._by_environment(trajectories).items():
+                self.watch.log("eval", version, summarize(members).metrics(f"eval/{env}/{name}"))
             self.results[when] |= {f"{name}.{key}": value for key, value in asdict(result).items()}
 
     async def _evaluate(self, mode: SamplingMode, version: int) -> list[Trajectory]:
@@ -165,21 +165,34 @@ class Recipe:
         return done
 
     def _evaluation(self, mode: SamplingMode) -> list[Assignment]:
-        config, env = self.config, build.environment(self.config)
-        tasks = islice(env.tasks(config.env.eval_split, _EVAL_SEED), config.eval.tasks)
+        config, tasks = self.config, self._eval_tasks()
         levels = config.effort.levels
         return [
             Assignment(
                 key=TrajectoryKey(task.id, levels[g % len(levels)], config.scaffold.name, g, i),
                 task=task,
-                environment=env.name,
+                environment=env,
                 sampling=self._sampling(mode.temperature),
                 seed=config.run.seed + _EVAL_SEED,
                 purpose=Purpose.EVAL,
             )
-            for g, task in enumerate(tasks)
+            for g, (env, task) in enumerate(tasks)
             for i in range(mode.samples)
         ]
+
+    def _eval_tasks(self) -> list[tuple[str, Task]]:
+        """The evaluation's tasks with their environments: `eval.tasks` in all, by the mixture's shares."""
+        environments, split = load_environments(self.config), self.config.env.eval_split
+        parts = {name: zip(repeat(name), env.tasks(split, _EVAL_SEED)) for name, env in environments.items()}
+        return list(islice(interleaved(parts, shares(self.config, environments)), self.config.eval.tasks))
+
+    def _by_environment(self, trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
+        """The trajectories of an evaluation by environment, when there are several."""
+        found: dict[str, list[Trajectory]] = {}
+        names = [name for name, _ in self._eval_tasks()] if self.config.env.mixture else []
+        for trajectory in trajectories if names else []:
+            found.setdefault(names[trajectory.key.group], []).append(trajectory)
+        return found
 
     def _sampling(self, temperature: float) -> SamplingParams:
         engine = self.config.engine
@@ -200,6 +213,7 @@ class Recipe:
         await self.publish()
         recovered = await self.generator.recover(controller.version)
         plan = plan_resume(controller.dispatcher, [recovered])
+        controller.stream.pin([*(t.key for t in plan.receive), *plan.resubmit])
         for group in plan.groups:
             controller.announce(group)
         await self.learner.recovered(controller.dispatcher.cursor)

@@ -209,8 +209,8 @@ def _of_run(config: RunConfig) -> dict[str, Any]:
     """What a run's configuration says of an evaluation."""
     engine = config.engine
     return {
-        "env": (config.env.name,),
-        "options": {config.env.name: config.env.options} if config.env.options else {},
+        "env": tuple(config.env.named),
+        "options": {name: options for name, options in config.env.named.items() if options},
         "effort": config.effort.levels,
         "scaffold": (config.scaffold.name,),
         "split": config.env.eval_split,

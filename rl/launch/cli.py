@@ -19,6 +19,7 @@ from rl.launch.eval_cli import add_eval
 from rl.launch.merge_cli import add_merge
 from rl.launch.roots import check_roots
 from rl.launch.sandbox_cli import add_sandbox
+from rl.launch.serve_cli import add_serve
 
 _WELCOME = """\
 First steps:
@@ -27,6 +28,7 @@ First steps:
   temper train experiment=calc --dry-run     what that would do
   temper eval RUN effort=[1,50,100]          how good a checkpoint is, and what that costs
   temper run list                            your runs
+  temper serve RUN                           its policy, for OpenAI's clients
   temper env init my-task                    a new environment of your own, as one file
 """
 _TRAIN = """\
@@ -67,6 +69,7 @@ def parser() -> Parser:
     _add_run(commands)
     _add_env(commands)
     add_sandbox(commands, Parser)
+    add_serve(commands)
     doctor = commands.add_parser(
         "doctor", help="look at this machine: what is there, what is missing, how to get it"
     )

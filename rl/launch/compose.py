@@ -147,7 +147,12 @@ def section_fields(model: Any) -> dict[str, Any]:
 
 
 def section_of(kind: Any) -> Any:
-    """Returns the section that a type stands for (also `Section | None`), or None for a plain value."""
+    """Returns the section that a type stands for (also `Section | None`), or None for a plain value.
+
+    A mapping of sections by free names is a plain value: its keys are not known beforehand.
+    """
+    if typing.get_origin(kind) is dict:
+        return None
     for option in typing.get_args(kind) or (kind,):
         if isinstance(option, type) and (issubclass(option, BaseModel) or dataclasses.is_dataclass(option)):
             return option

@@ -44,7 +44,7 @@ def arithmetic(config: RunConfig) -> Iterator[str]:
         f"evaluation: {config.eval.tasks} tasks, once greedy and {config.eval.samples} times sampled = "
         f"{evaluation} samples, twice"
     )
-    at_most = (config.rollout.staleness + 1) * samples
+    at_most = (config.rollout.staleness + 1) * samples + config.rollout.extra_groups * size
     in_flight = min(config.rollout.max_in_flight, at_most)
     yield f"in flight: at most {in_flight} samples, {config.rollout.staleness} steps old at most"
 
@@ -69,13 +69,22 @@ def first_tasks(config: RunConfig) -> Iterator[str]:
     Raises:
         ValueError: The environment, its split, the scaffold, the reward or the model cannot be had.
     """
-    import envs.registry
     import envs.scaffolds
-    import rewards
+    from rl.environments import load_environments, open_stream
 
-    env = envs.registry.load(config.env.name, **config.env.options)
     envs.scaffolds.load(config.scaffold.name)
     _check_model(config)
+    for env in load_environments(config).values():
+        yield from _first_of(config, env)
+    if config.rollout.curriculum is not None:
+        task, _ = open_stream(config).draw(0)
+        yield f"first task of the curriculum {config.rollout.curriculum.function}: {task.id}"
+
+
+def _first_of(config: RunConfig, env: Environment) -> Iterator[str]:
+    """Yields the first task of each split of one environment."""
+    import rewards
+
     if env.reward_name:
         rewards.load(env.reward_name)
     for split in (config.env.train_split, config.env.eval_split):
@@ -85,7 +94,7 @@ def first_tasks(config: RunConfig) -> Iterator[str]:
                 f"environment {env.name!r} has no task in split {split!r}; it has {', '.join(env.splits)}"
             )
         _check_room(config, env, task, split)
-        yield f"first task of {split}: {task.id}: {' / '.join(m.content for m in task.prompt)!r}"
+        yield f"first task of {env.name}, {split}: {task.id}: {' / '.join(m.content for m in task.prompt)!r}"
 
 
 def _check_model(config: RunConfig) -> None:

@@ -17,6 +17,7 @@ _FIXED = (
     "scaffold",
     "algorithm.group_size",
     "effort.levels",
+    "rollout.curriculum",
     "run.seed",
     "sft.steps",
     "sft.batch_size",

@@ -207,8 +207,7 @@ def _write_driver(path: Path, record: DriverRecord, state: RunState) -> None:
 
 
 def _fresh_name(config: RunConfig) -> str:
-    env = Path(config.env.name).stem.replace("/", "-")
-    return f"{env}-{config.model.preset}-{secrets.token_hex(3)}"
+    return f"{config.env.title.replace('+', '-')}-{config.model.preset}-{secrets.token_hex(3)}"
 
 
 def _known(root: Path) -> str:

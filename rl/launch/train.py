@@ -7,7 +7,6 @@ import contextlib
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import FrameType
 
 import psutil
@@ -79,7 +78,7 @@ def _drive(config: RunConfig, folder: RunFolder, changes: Sequence[str]) -> None
     before, after = outcome.before["sampled"], outcome.after["sampled"]
     seconds = time.time() - psutil.Process().create_time()
     print(
-        f"{_short(config.env.name)}: sft {before.score:.3f} sampled {after.score:.3f} "
+        f"{config.env.title}: sft {before.score:.3f} sampled {after.score:.3f} "
         f"greedy {outcome.after['greedy'].score:.3f} tool_use {after.tool_use:.3f} steps {outcome.steps} "
         f"seconds {seconds:.0f}"
     )
@@ -110,7 +109,3 @@ def terminate_as_interrupt() -> Iterator[None]:
 def _resume_words(config: RunConfig, folder: RunFolder) -> str:
     root = "" if config.run.root == "runs" else f" run.root={config.run.root}"
     return f"run.name={folder.name}{root} resume=true"
-
-
-def _short(name: str) -> str:
-    return Path(name).stem if name.endswith(".py") else name

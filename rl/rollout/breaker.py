@@ -31,20 +31,25 @@ class CircuitBreaker:
             return True
         return not self.probing and now - self.opened_at >= self.rest_s
 
-    def started(self) -> None:
-        """Notes a start that `may_start` allowed."""
+    def started(self) -> bool:
+        """Notes a start that `may_start` allowed; returns whether it is a probe (half-open)."""
         self.probing = self.is_open
+        return self.probing
 
-    def succeeded(self) -> None:
-        """Closes the breaker."""
+    def succeeded(self) -> bool:
+        """Closes the breaker; returns whether it was open."""
+        was_open = self.is_open
         self.in_a_row, self.opened_at, self.probing = 0, None, False
+        return was_open
 
-    def failed(self, now: float) -> None:
-        """Counts a failure; a failed probe, or one failure too many, opens the breaker at `now`."""
+    def failed(self, now: float) -> bool:
+        """Counts a failure; a failed probe, or one failure too many, opens it at `now`, which is returned."""
         self.in_a_row += 1
-        if self.probing or (self.opened_at is None and self.in_a_row >= self.failures):
+        opens = self.probing or (self.opened_at is None and self.in_a_row >= self.failures)
+        if opens:
             self.opened_at, self.probing = now, False
             self.times_opened += 1
+        return opens
 
     def state_dict(self) -> dict[str, Any]:
         """Counters as JSON; a resumed run starts with the breaker closed, as its clock is a new one."""

@@ -2,7 +2,8 @@
 
 Dispatch bounds how old work may get; a sample that ran over several updates may still hold tokens of an older
 policy than the bound allows. Here they are masked (the batch's `min_version`) or their group is dropped, and
-every drop has a reason. Groups leave in the order in which they became complete.
+every drop has a reason. Groups leave in the order in which they became complete; in the first steps, if asked
+for, in the order in which they began, because what ends first is short.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from rl.rollout.codec import (
     trajectory_to_json,
 )
 from rl.rollout.config import RolloutConfig
+from rl.rollout.filters import why_filtered
 
-_FORMAT = 1
+_FORMAT = 2
+_READS = (1, 2)
 
 
 class BufferError(ValueError):
@@ -96,7 +99,8 @@ class Buffer:
     With `length` the effort's length penalty is added to the scores of a batch as it leaves; filters and
     counts see the outcome only. A group is announced with `open`; each member arrives once with `add`,
     scored or finally failed. `counts` has the groups so far: complete, all_good, all_bad, mixed (by outcome
-    above or at most 0), and dropped reasons.
+    above or at most 0), zero_variance, dropped reasons, and filter_exhausted: kept although a filter was
+    against it, as it had dropped its share for that step.
     """
 
     def __init__(self, config: RolloutConfig, length: LengthPenaltyConfig | None = None) -> None:
@@ -105,6 +109,7 @@ class Buffer:
         self._gathering: dict[int, _Gathering] = {}
         self._ready: list[Group] = []
         self._dropped: list[Dropped] = []
+        self._filtered = 0
         self.counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -143,10 +148,12 @@ class Buffer:
         for group in [group for group in self._ready if self._too_old(group, oldest)]:
             self._ready.remove(group)
             self._drop(group, "stale")
-        if len(self._ready) < self._config.groups_per_step:
+        taken = self._next(version)
+        if len(taken) < self._config.groups_per_step:
             return None
-        taken = self._ready[: self._config.groups_per_step]
-        del self._ready[: len(taken)]
+        leaving = {group.id for group in taken}
+        self._ready = [group for group in self._ready if group.id not in leaving]
+        self._filtered = 0
         groups = tuple(self._with_length(group, version) for group in taken)
         masked = sum(count_older(group.trajectories, oldest) for group in groups)
         total = sum(_scored_tokens(group.trajectories) for group in groups)
@@ -177,13 +184,14 @@ class Buffer:
             "gathering": gathering,
             "ready": ready,
             "dropped": dropped,
+            "filtered": self._filtered,
             "counts": counts,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` gave."""
-        if state["format"] != _FORMAT:
-            raise BufferError(f"buffer state of format {state['format']}; this version reads {_FORMAT}")
+        if state["format"] not in _READS:
+            raise BufferError(f"buffer state of format {state['format']}; this version reads {_READS}")
         self._gathering = {}
         for number, g in state["gathering"].items():
             gathering = _Gathering(task_from_json(g["task"]), g["effort"], g["scaffold"], g["size"])
@@ -193,7 +201,16 @@ class Buffer:
         self._ready = [group_from_json(group) for group in state["ready"]]
         groups = [(reason, group_from_json(group)) for reason, group in state["dropped"]]
         self._dropped = [Dropped(group.id, reason, group) for reason, group in groups]
+        self._filtered = 0 if state["format"] == 1 else state["filtered"]
         self.counts = Counter(state["counts"])
+
+    def _next(self, version: int) -> list[Group]:
+        """The groups to train next, too few when some must still be waited for."""
+        size = self._config.groups_per_step
+        if version >= self._config.hold_back_steps:
+            return self._ready[:size]
+        begun = sorted([*self._gathering, *(group.id for group in self._ready)])[:size]
+        return sorted((group for group in self._ready if group.id in begun), key=lambda group: group.id)
 
     def _completed(self, group: Group) -> None:
         values = outcomes(group)
@@ -205,10 +222,22 @@ class Buffer:
         self.counts["all_good" if good == len(values) else "mixed" if good else "all_bad"] += 1
         if len(values) > 1 and min(values) == max(values):
             self.counts["zero_variance"] += 1
-            if self._config.drop_zero_variance:
-                self._drop(group, "zero_variance")
-                return
+        if why := self._unwanted(values):
+            self._drop(group, why)
+            return
         self._ready.append(group)
+
+    def _unwanted(self, values: Sequence[float]) -> str:
+        """Why a filter drops a group with these outcomes; empty when it is kept."""
+        config = self._config.filter
+        why = "" if config is None else why_filtered(config, values)
+        if config is None or not why:
+            return ""
+        if self._filtered >= config.attempts * self._config.groups_per_step:
+            self.counts["filter_exhausted"] += 1
+            return ""
+        self._filtered += 1
+        return why
 
     def _with_length(self, group: Group, version: int) -> Group:
         if self._length is None:

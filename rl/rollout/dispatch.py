@@ -3,20 +3,23 @@
 Dispatch is sample-level. A counter of finished samples, whatever their group, starts at `max_in_flight`;
 when it reaches the group size of the next prompt, that prompt starts and the counter falls by it. So
 concurrency stays flat and no prompt waits for the slowest member of another. Staleness is bounded where
-work begins: with the policy at version v, at most (v + staleness + 1) x groups_per_step groups may be
-accepted or running, so nothing is sampled only to be thrown away as too old. Dropped groups free their
-place. Group g always gets number g, so that a task stream indexed by it repeats its order after a resume.
+work begins: with the policy at version v, at most (v + staleness + 1) x groups_per_step groups (and a
+filter's surplus) may be accepted or running, so nothing is sampled only to be thrown away as too old. Dropped
+groups free their place. Group g always gets number g, so that a task stream indexed by it repeats its order
+after a resume. A group whose environment is full or rests is put off while others go on, at most
+`groups_per_step` of them: then everything waits, so that a mixture keeps its shares.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from rl.rollout.breaker import CircuitBreaker
-from rl.rollout.config import RolloutConfig
+from rl.rollout.config import RolloutConfig, RolloutConfigError
 from rl.rollout.ledger import Account, Ledger, Member, MemberState, OpenGroup
 
 _FORMAT = 1
@@ -72,13 +75,20 @@ def staleness_capacity(
 class Dispatcher:
     """Decides what starts, is retried or waits, and accounts for every sample exactly once.
 
-    `plan` maps a group's number to its size and environment. The caller reports `finish` for every sample,
-    `drop` or `trained` for every complete group, and `advance` for every new policy version.
+    `plan` maps a group's number to its size and environment; `caps` bound the samples in flight of single
+    environments. The caller reports `finish` for every sample, `drop` or `trained` for every complete group,
+    and `advance` for every new policy version.
     """
 
-    def __init__(self, config: RolloutConfig, plan: Callable[[int], GroupPlan]) -> None:
+    def __init__(
+        self,
+        config: RolloutConfig,
+        plan: Callable[[int], GroupPlan],
+        caps: Mapping[str, int] | None = None,
+    ) -> None:
         self._config = config
         self._plan = plan
+        self._caps = dict(caps or {})
         self.version = 0
         self.cursor = 0
         self.counter = config.max_in_flight
@@ -88,12 +98,15 @@ class Dispatcher:
         self._waiting: dict[tuple[int, int], None] = {}
         self._deferred: list[int] = []
         self._breakers: dict[str, CircuitBreaker] = {}
+        self._news: list[str] = []
+        self._live: Counter[str] = Counter()
+        self._running: Counter[str] = Counter()
         self._ledger = Ledger()
 
     @property
     def capacity(self) -> int:
         """How many more groups the staleness bound lets start now."""
-        return staleness_capacity(
+        return self._config.extra_groups + staleness_capacity(
             version=self.version,
             staleness=self._config.staleness,
             batch=self._config.groups_per_step,
@@ -104,15 +117,18 @@ class Dispatcher:
     @property
     def in_flight(self) -> int:
         """Samples that started (or wait for a retry) and did not end."""
-        return sum(not member.ended for group in self._groups.values() for member in group.members)
+        return self._live.total()
+
+    def running_in(self, environment: str) -> int:
+        """Samples of one environment that were handed out and did not end."""
+        return self._running[environment]
 
     def start(self, now: float = 0.0) -> list[SampleId]:
         """Returns the samples to run now, retries first; each is to be reported with `finish`."""
         started = self._start_waiting(now)
         while (group := self._next_group(now)) is not None:
             self._open(group)
-            self._breaker(self._groups[group].environment).started()
-            started += [self._run(group, index) for index in range(len(self._groups[group].members))]
+            started += [self._run(group, index) for index in self._probe_or_all(group)]
         return started
 
     def finish(self, sample: SampleId, failure: str = "", now: float = 0.0) -> Ending:
@@ -121,18 +137,20 @@ class Dispatcher:
         if member is None or member.state is not MemberState.RUNNING or member.attempt != sample.attempt:
             self.duplicates += 1
             return Ending.DUPLICATE
-        breaker = self._breaker(self._groups[sample.group].environment)
+        environment = self._groups[sample.group].environment
+        self._running[environment] -= 1
         if not failure:
-            breaker.succeeded()
+            self._succeeded(environment)
             member.state = MemberState.FINISHED
         else:
-            breaker.failed(now)
+            self._failed(environment, failure, now)
             if member.attempt < self._config.retries:
                 member.attempt += 1
                 member.state = MemberState.WAITING
                 self._waiting[sample.group, sample.index] = None
                 return Ending.RETRY
             member.state, member.why = MemberState.FAILED, failure
+        self._live[environment] -= 1
         self.counter += 1
         return Ending.FINAL
 
@@ -166,6 +184,11 @@ class Dispatcher:
         """Environments whose circuit breaker is open, sorted."""
         return sorted(name for name, breaker in self._breakers.items() if breaker.is_open)
 
+    def take_news(self) -> list[str]:
+        """Returns what happened to circuit breakers since the last call, in words."""
+        news, self._news = self._news, []
+        return news
+
     def reconcile(self, logged: Iterable[SampleId]) -> list[SampleId]:
         """Squares a restored state with what a token log holds; returns the log's entries without use.
 
@@ -185,6 +208,8 @@ class Dispatcher:
             if (older := newest.get((sample.group, sample.index))) is not None:
                 useless.append(older)
             newest[sample.group, sample.index] = sample
+            if member.state is not MemberState.RUNNING:
+                self._running[self._groups[sample.group].environment] += 1
             member.state, member.attempt = MemberState.RUNNING, sample.attempt
             self._waiting.pop((sample.group, sample.index), None)
         return sorted(useless)
@@ -221,6 +246,10 @@ class Dispatcher:
             for index, member in enumerate(group.members)
             if member.state is MemberState.WAITING
         }
+        self._running.clear()
+        self._live.clear()
+        for group in self._groups.values():
+            self._live[group.environment] += sum(not member.ended for member in group.members)
         self._ledger.load_state_dict(state["ledger"])
         self._breakers = {}
         for name, breaker in state["breakers"].items():
@@ -230,26 +259,44 @@ class Dispatcher:
     def _start_waiting(self, now: float) -> list[SampleId]:
         started: list[SampleId] = []
         for number, index in list(self._waiting):
-            group = self._groups[number]
-            breaker = self._breaker(group.environment)
-            if breaker.may_start(now):
-                breaker.started()
+            environment = self._groups[number].environment
+            cap = self._caps.get(environment)
+            fits = cap is None or self._running[environment] < cap
+            if fits and self._breaker(environment).may_start(now):
+                self._starts(environment)
                 started.append(self._run(number, index))
         return started
 
+    def _probe_or_all(self, group: int) -> range:
+        """The members of a new group to run now: all, or one when its environment is only probed."""
+        plan = self._groups[group]
+        return range(1 if self._starts(plan.environment) else len(plan.members))
+
     def _next_group(self, now: float) -> int | None:
-        """The next group that may start, or None. Groups of a resting environment are put off, in order."""
+        """The next group that may start, or None; those of a full or resting environment are put off."""
         if self.capacity <= 0:
             return None
         for group in self._deferred:
-            if self._breaker(self._plan(group).environment).may_start(now):
+            if self._welcome(group, now):
                 return group if self._affordable(group) else None
         while len(self._deferred) < self._config.groups_per_step and self._affordable(self.cursor):
-            if self._breaker(self._plan(self.cursor).environment).may_start(now):
+            if self._welcome(self.cursor, now):
                 return self.cursor
             self._deferred.append(self.cursor)
             self.cursor += 1
         return None
+
+    def _welcome(self, group: int, now: float) -> bool:
+        """Whether a group's environment has room for it and does not rest."""
+        plan = self._plan(group)
+        cap = self._caps.get(plan.environment)
+        if cap is not None and cap < plan.size:
+            raise RolloutConfigError(
+                f"a group of {plan.size} samples never fits under env.mixture.{plan.environment}."
+                f"max_in_flight={cap}; set it to at least {plan.size} or make algorithm.group_size smaller"
+            )
+        full = cap is not None and self._live[plan.environment] + plan.size > cap
+        return not full and self._breaker(plan.environment).may_start(now)
 
     def _affordable(self, group: int) -> bool:
         size = self._plan(group).size
@@ -261,6 +308,7 @@ class Dispatcher:
         self._groups[group] = OpenGroup(plan.environment, self.version, [Member() for _ in range(plan.size)])
         self._waiting.update(dict.fromkeys((group, index) for index in range(plan.size)))
         self._ledger.dispatched += plan.size
+        self._live[plan.environment] += plan.size
         self.counter -= plan.size
         if group == self.cursor:
             self.cursor += 1
@@ -276,6 +324,7 @@ class Dispatcher:
     def _run(self, group: int, index: int) -> SampleId:
         member = self._groups[group].members[index]
         member.state = MemberState.RUNNING
+        self._running[self._groups[group].environment] += 1
         del self._waiting[group, index]
         return SampleId(group, index, member.attempt)
 
@@ -289,6 +338,24 @@ class Dispatcher:
             state = "is not open" if found is None else "still has running members"
             raise DispatchError(f"group {group} {state}: it can be neither trained nor dropped")
         return self._groups.pop(group)
+
+    def _starts(self, environment: str) -> bool:
+        probes = self._breaker(environment).started()
+        if probes:
+            self._news.append(f"environment {environment} rested (half-open): one sample probes it")
+        return probes
+
+    def _succeeded(self, environment: str) -> None:
+        if self._breaker(environment).succeeded():
+            self._news.append(f"environment {environment} works again: its circuit breaker is closed")
+
+    def _failed(self, environment: str, failure: str, now: float) -> None:
+        breaker = self._breaker(environment)
+        if breaker.failed(now):
+            self._news.append(
+                f"environment {environment} failed {breaker.in_a_row} times in a row, last with {failure}: "
+                f"its circuit breaker is open, nothing starts there for {self._config.breaker_rest_s:g} s"
+            )
 
     def _breaker(self, environment: str) -> CircuitBreaker:
         if environment not in self._breakers:

@@ -23,6 +23,7 @@ from rl.engines.base import Completion, Engine, GenerateRequest
 from rl.rollout.assignment import Assignment, request_seed
 from rl.rollout.faults import EpisodeEnded, Fault, Interrupted, boundary
 from rl.rollout.history import Draft, History
+from rl.rollout.latency import Delays
 from rl.rollout.messages import from_chat, to_chat, tool_to_chat
 from rl.rollout.sandboxes import Sandboxes
 from rl.rollout.state import LoggedTurn
@@ -55,6 +56,7 @@ class Surroundings:
     log: TokenLog | None
     max_turns: int
     max_total_tokens: int
+    delays: Delays | None = None
     door: Door | None = None
 
     @property
@@ -300,6 +302,8 @@ class EpisodeRun:
 
     async def _run(self, call: ToolCall) -> str:
         with self._doing(Boundary.ENVIRONMENT, "tool_s"):
+            if self._around.delays is not None:
+                await asyncio.sleep(self._around.delays.seconds(self.task.id, self._calls - 1))
             sandboxes = self._around.sandboxes
             lent = nullcontext(self.box) if self.box or sandboxes is None else sandboxes.shared()
             async with lent as box:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from envs.base import Environment
-from envs.types import Task
+from envs.types import Group, Task
 
 
 class EmptySplitError(ValueError):
@@ -42,6 +43,19 @@ class TaskStream:
             self._index += 1
         assert self._current is not None
         return self._current, self.efforts[level]
+
+    def observe(self, number: int, group: Group) -> None:
+        """A fixed order learns nothing."""
+
+    def pin(self, number: int, task: str) -> None:
+        """A fixed order gives every group its task again."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """A fixed order has no state."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """A fixed order has no state."""
 
     def _endless(self) -> Iterator[Task]:
         epoch = 0

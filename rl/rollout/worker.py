@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
 
 from envs.base import Environment, Scaffold
 from envs.types import (
@@ -29,6 +30,7 @@ from rl.rollout.assignment import Assignment, Purpose
 from rl.rollout.config import RolloutConfig, RolloutConfigError
 from rl.rollout.episode import Door, EpisodeRun, Surroundings
 from rl.rollout.faults import EpisodeEnded, Fault, boundary
+from rl.rollout.latency import Delays
 from rl.rollout.sandboxes import Sandboxes
 from rl.rollout.state import LoggedSample
 from rl.rollout.wal import TokenLog
@@ -58,6 +60,7 @@ class Worker:
         log: The token log of this process; None logs nothing.
         config: Limits.
         max_turns: Overrides the environment's.
+        delays: What every tool call waits for on top; None adds nothing.
         door: Opens the model to agent programs (scaffold=external).
 
     Raises:
@@ -76,6 +79,7 @@ class Worker:
         config: RolloutConfig,
         *,
         max_turns: int | None = None,
+        delays: Delays | None = None,
         door: Door | None = None,
     ) -> None:
         if env.sandbox is not None and sandboxes is None:
@@ -88,8 +92,10 @@ class Worker:
         self._reward: Reward = reward if reward is not None else env.score
         needed = sandboxes if env.sandbox is not None else None
         turns = max_turns or env.max_turns
-        self._logged = Surroundings(env, engine, chat, needed, log, turns, config.max_total_tokens, door)
-        self._unlogged = Surroundings(env, engine, chat, needed, None, turns, config.max_total_tokens, door)
+        self._logged = Surroundings(
+            env, engine, chat, needed, log, turns, config.max_total_tokens, delays, door
+        )
+        self._unlogged = replace(self._logged, log=None)
 
     async def run(self, assignment: Assignment, recovered: LoggedSample | None = None) -> Trajectory:
         """Runs one sample to its end; with `recovered`, goes on where the log of an earlier process ends.

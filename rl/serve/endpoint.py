@@ -13,7 +13,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 from aiohttp import web
@@ -44,12 +44,18 @@ class Endpoint:
         model: Its name in requests.
         chat: The checkpoint's chat format.
         stats: Counters of the engine, for the metrics.
+        anyone: The session of callers without a key, on this machine alone; None: a key is needed.
     """
 
     def __init__(
-        self, model: str, chat: ChatFormat, stats: Callable[[], dict[str, float]] = dict[str, float]
+        self,
+        model: str,
+        chat: ChatFormat,
+        stats: Callable[[], dict[str, float]] = dict[str, float],
+        anyone: Session | None = None,
     ) -> None:
-        self.model, self._chat = model, chat
+        self.model, self._chat, self._anyone = model, chat, anyone
+        self._closing = False
         self._started = int(time.time())
         self._keys: dict[bytes, Session] = {}
         self._gone: dict[bytes, None] = {}
@@ -81,6 +87,14 @@ class Endpoint:
             self._gone[digest] = None
             while len(self._gone) > _GONE:
                 del self._gone[next(iter(self._gone))]
+
+    async def drain(self, seconds: float) -> None:
+        """Takes no more requests and waits until those being answered are over, at most so long."""
+        self._closing = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self.running:  # noqa: ASYNC110  it is asked once, at the end
+                    await asyncio.sleep(0.02)
 
     def application(self) -> web.Application:
         """Returns the routes."""
@@ -120,6 +134,9 @@ class Endpoint:
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
         digest = _digest(key.strip())
         session = self._keys.get(digest) if kind.lower() == "bearer" else None
+        if session is None and self._anyone is not None:
+            _check_local(request)
+            session = self._anyone
         if session is not None:
             return session
         gone = digest in self._gone
@@ -156,6 +173,10 @@ class Endpoint:
             )
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
+        if self._closing:
+            raise ApiError("the server is stopping: ask again later", status=503, kind="server_error")
+        if request.content_type != "application/json":
+            raise ApiError("send Content-Type: application/json", status=415, code="unsupported_media_type")
         body = parse_body(await request.read())
         asked = read_request(body)
         self._check_model(asked.model)
@@ -264,6 +285,17 @@ def _api_error(error: BaseException, request: web.Request | None) -> ApiError:
     if isinstance(error, Interrupted | EngineClosedError):
         return ApiError("the engine ends: try again later", status=503, kind="server_error")
     return ApiError(str(error), status=500, kind="server_error")
+
+
+def _check_local(request: web.Request) -> None:
+    """Refuses what a web page elsewhere has a browser of this machine ask for."""
+    name = (request.url.host or "").lower()
+    if name not in ("127.0.0.1", "localhost", "::1"):
+        raise ApiError(
+            f"this server is for programs of its own machine, and was asked as {name[:80]!r}: take "
+            "127.0.0.1 as its address, or serve with a token",
+            status=403,
+        )
 
 
 def _digest(key: str) -> bytes:

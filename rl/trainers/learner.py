@@ -15,10 +15,11 @@ from envs.types import Trajectory
 from model.checkpoint import save_policy
 from rl import build
 from rl.checkpoint import Checkpoint, CheckpointStore
+from rl.environments import demonstrations
 from rl.launch.config import RunConfig
 from rl.publish import outbox
 from rl.rollout.buffer import Batch
-from rl.trainers.data import Sample, demonstration_samples, trajectory_samples
+from rl.trainers.data import Sample, trajectory_samples
 from rl.trainers.rl import RLTrainer
 from rl.trainers.sft import SFTTrainer
 
@@ -35,13 +36,7 @@ class Learner:
         self.sft = SFTTrainer(self.policy, config.sft)
         self.rl: RLTrainer | None = None
         self.outbox = outbox(config.launcher.weights, self.weights)
-        self._demonstrations = demonstration_samples(
-            build.environment(config),
-            self._chat,
-            config.env.train_split,
-            config.run.seed,
-            efforts=config.effort.levels,
-        )
+        self._demonstrations = demonstrations(config, self._chat)
 
     def warm_start(self, steps: int) -> dict[str, float]:
         """Takes so many steps of SFT and returns the metrics of the last one."""

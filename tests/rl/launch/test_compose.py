@@ -22,7 +22,7 @@ def test_every_preset_of_every_group_is_valid():
     groups = config_groups()
     for place in range(max(map(len, groups.values()))):
         chosen = [f"{group}={names[place % len(names)]}" for group, names in groups.items()]
-        load_config(chosen)
+        load_config([*chosen, *(["env.mixture.calc=1"] if "env=mixture" in chosen else [])])
 
 
 @pytest.mark.parametrize(
@@ -138,3 +138,49 @@ def test_a_run_name_cannot_leave_the_root():
 def test_truncated_sampling_is_refused_where_it_would_be_trained_on(override: str) -> None:
     with pytest.raises(ConfigError, match="the trainer does not know the cut"):
         load_config(["experiment=calc", override])
+
+
+def test_a_mixture_takes_bare_shares_and_members_with_settings():
+    config = load_config(
+        ["env=mixture", "env.mixture.calc=3", "env.mixture.words={share: 1, name: sort, max_in_flight: 16}"]
+    )
+    assert config.env.title == "calc+words"
+    assert (config.env.mixture["calc"].share, config.env.mixture["words"].name) == (3.0, "sort")
+    assert config.env.caps == {"words": 16}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["env=mixture"], "give several their shares"),
+        (
+            ["env=calc", "env.mixture.sort=1"],
+            r"exclude each other: choose env=mixture.*env\.mixture\.calc=0\.5",
+        ),
+        (["env=mixture", "env.mixture.calc=0"], "greater than 0"),
+        (["env=mixture", "env.mixture.calc=-1"], "greater than 0"),
+        (["env=mixture", "env.mixture.calc=nan"], "finite number|greater than 0"),
+        (["env=mixture", "env.mixture.calc=half"], "valid number"),
+        (["env=mixture", "env.mixture.calc=true"], r"env\.mixture\.calc"),
+        (["env=mixture", "env.mixture.calc.shar=1"], r"env\.mixture\.calc\.shar"),
+        (["env=mixture", "env.mixture.calc=1", "env.options.x=1"], "no effect on a mixture"),
+        (["env=mixture", "env.mixture.calc={share: 1, max_in_flight: 4}"], r"algorithm\.group_size=8"),
+        (["env=mixture", "env.mixture.calc={share: 1, max_in_flight: 128}"], "or it has no effect"),
+        (["env=mixture", "'env.mixture.a/b=1'"], "digits, dashes and underscores|LexerNoViable|no viable"),
+        (["env.latency.mean_s=-1"], r"env\.latency\.mean_s=-1"),
+        (["env.latency.mean=1"], r"did you mean env\.latency\.mean_s"),
+        (["rollout.filter.zero_variance=false"], "filters nothing"),
+        (["rollout.filter.oversample=0.5"], r"rollout\.filter\.oversample=0\.5: set it to 1"),
+        (["rollout.filter.attempts=0"], r"rollout\.filter\.attempts=0"),
+        (
+            ["rollout.filter.min_outcome=0.9", "rollout.filter.max_outcome=0.1"],
+            r"at most filter\.max_outcome",
+        ),
+        (["rollout.staleness=0", "rollout.hold_back_steps=2"], "has no effect under"),
+        (["rollout.curriculum.tasks=4"], r"rollout\.curriculum\.function"),
+        (["rollout.curriculum={function: frontier, tasks: 0}"], r"rollout\.curriculum\.tasks=0"),
+    ],
+)
+def test_settings_of_mixtures_filters_and_curricula_that_cannot_work_are_refused(overrides, message):
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        load_config(overrides)

@@ -18,7 +18,7 @@ from envs.types import (
 )
 from rewards.length import LengthPenaltyConfig
 from rl.rollout.buffer import Buffer, BufferError
-from rl.rollout.config import RolloutConfig
+from rl.rollout.config import FilterConfig, RolloutConfig
 
 TASK = Task("t", (Message(Role.USER, "1+1"),), {"sum": 2})
 
@@ -85,7 +85,7 @@ def test_seven_of_eight_members_failing_drops_the_group() -> None:
 
 def test_groups_without_variance_are_counted_and_dropped_only_when_asked() -> None:
     for asked in (False, True):
-        b = buffer(drop_zero_variance=asked)
+        b = buffer(filter=FilterConfig() if asked else None)
         for group, rewards in enumerate([(1.0, 1.0), (0.0, 0.0), (1.0, 0.0)]):
             for index, reward in enumerate(rewards):
                 b.add(trajectory(group, index, reward))
@@ -95,7 +95,7 @@ def test_groups_without_variance_are_counted_and_dropped_only_when_asked() -> No
 
 
 def test_the_filter_looks_at_the_outcome_not_at_the_length_penalty() -> None:
-    b = buffer(drop_zero_variance=True)
+    b = buffer(filter=FilterConfig())
     b.add(trajectory(0, 0, 0.9, outcome=1.0, length=-0.1))
     b.add(trajectory(0, 1, 0.8, outcome=1.0, length=-0.2))
     assert [drop.reason for drop in b.take_dropped()] == ["zero_variance"]
@@ -154,14 +154,14 @@ def test_unannounced_and_doubled_members_are_refused() -> None:
 
 
 def test_state_comes_back_through_json() -> None:
-    b = buffer(groups_per_step=1, drop_zero_variance=True)
+    b = buffer(groups_per_step=1, filter=FilterConfig())
     for index, reward in enumerate([1.0, 0.0]):
         b.add(trajectory(0, index, reward))
     for index in range(2):
         b.add(trajectory(1, index))
     b.add(trajectory(2, 1, None))
     state = json.loads(json.dumps(b.state_dict()))
-    back = buffer(groups=0, groups_per_step=1, drop_zero_variance=True)
+    back = buffer(groups=0, groups_per_step=1, filter=FilterConfig())
     back.load_state_dict(state)
     back.open(2, TASK, 50, "loop", 2)
     assert back.state_dict() == b.state_dict()
@@ -169,3 +169,59 @@ def test_state_comes_back_through_json() -> None:
     assert [drop.id for drop in back.take_dropped()] == [1]
     back.add(trajectory(2, 0))
     assert [drop.reason for drop in back.take_dropped()] == ["too_few_valid"]
+
+
+def add(b: Buffer, group: int, *rewards: float) -> None:
+    for index, reward in enumerate(rewards):
+        b.add(trajectory(group, index, reward))
+
+
+def test_groups_outside_the_wanted_outcomes_are_dropped_with_the_reason() -> None:
+    b = buffer(groups=4, filter=FilterConfig(zero_variance=False, min_outcome=0.3, max_outcome=0.8))
+    for group, rewards in enumerate([(0.0, 0.5), (1.0, 1.0), (1.0, 0.0), (0.5, 0.5)]):
+        add(b, group, *rewards)
+    assert [(drop.id, drop.reason) for drop in b.take_dropped()] == [(0, "outcome_low"), (1, "outcome_high")]
+    assert ids(b) == [2]
+    assert ids(b) == [3]
+
+
+def test_a_filter_gives_up_after_its_attempts_so_that_a_step_comes() -> None:
+    b = buffer(groups=8, groups_per_step=2, filter=FilterConfig(attempts=2))
+    for group in range(6):
+        add(b, group, 1.0, 1.0)
+    assert [drop.id for drop in b.take_dropped()] == [0, 1, 2, 3]
+    assert b.counts["filter_exhausted"] == 2
+    back = buffer(groups=0, groups_per_step=2, filter=FilterConfig(attempts=2))
+    back.load_state_dict(json.loads(json.dumps(b.state_dict())))
+    assert ids(back) == [4, 5]
+    add(back, 6, 0.0, 0.0)
+    assert [drop.id for drop in back.take_dropped()] == [6]
+
+
+def test_early_short_samples_are_held_back_until_those_that_began_with_them_have_ended() -> None:
+    b = buffer(groups=5, groups_per_step=2, staleness=4, hold_back_steps=1)
+    for group in (2, 3, 1):
+        add(b, group, 1.0, 0.0)
+    assert b.take(0) is None
+    add(b, 0, 1.0, 0.0)
+    assert ids(b) == [0, 1]
+    assert ids(b, version=1) == [2, 3]
+
+
+def test_held_back_batches_do_not_wait_for_a_group_that_was_dropped() -> None:
+    b = buffer(groups=3, groups_per_step=2, staleness=4, hold_back_steps=1, filter=FilterConfig())
+    add(b, 2, 1.0, 0.0)
+    add(b, 0, 1.0, 1.0)
+    assert b.take(0) is None
+    add(b, 1, 1.0, 0.0)
+    assert ids(b) == [1, 2]
+
+
+def test_a_state_of_the_format_before_is_read() -> None:
+    b = buffer()
+    add(b, 0, 1.0, 0.0)
+    state = {**b.state_dict(), "format": 1}
+    del state["filtered"]
+    back = buffer(groups=0)
+    back.load_state_dict(state)
+    assert ids(back) == [0]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.rollout.config import RolloutConfig, RolloutConfigError
+from rl.rollout.config import FilterConfig, RolloutConfig, RolloutConfigError
 from rl.rollout.dispatch import (
     Dispatcher,
     DispatchError,
@@ -266,3 +266,81 @@ def test_no_sample_is_lost_or_doubled_over_restarts(seed: int, cut: int) -> None
             started.setdefault(sample, "running")
         assert d.account().balanced
         assert d.in_flight == sum(state == "running" for state in started.values())
+
+
+def mixed(caps: dict[str, int], **settings_: object) -> Dispatcher:
+    config = RolloutConfig(**{"max_in_flight": 12, "groups_per_step": 4, "staleness": 9, **settings_})  # type: ignore[arg-type]
+    return Dispatcher(config, lambda group: GroupPlan(2, "slow" if group % 2 else "fast"), caps)
+
+
+def test_a_cap_bounds_one_environment_and_the_others_go_on_in_its_place() -> None:
+    d = mixed({"slow": 2})
+    assert groups(d.start()) == [0, 1, 2, 4, 6, 8]
+    assert (d.running_in("slow"), d.running_in("fast")) == (2, 10)
+    d.finish(SampleId(1, 0))
+    d.finish(SampleId(1, 1))
+    assert groups(d.start()) == [3]
+
+
+def test_a_full_environment_holds_up_the_others_before_the_shares_are_lost() -> None:
+    d = mixed({"slow": 2}, max_in_flight=100, groups_per_step=2)
+    assert groups(d.start()) == [0, 1, 2, 4]
+    d.finish(SampleId(0, 0))
+    d.finish(SampleId(0, 1))
+    assert d.start() == []
+    d.finish(SampleId(1, 0))
+    d.finish(SampleId(1, 1))
+    assert groups(d.start()) == [3, 6]
+
+
+def test_a_cap_that_no_group_fits_under_is_refused() -> None:
+    with pytest.raises(
+        RolloutConfigError, match=r"env\.mixture\.slow\.max_in_flight=1; set it to at least 2"
+    ):
+        mixed({"slow": 1}).start()
+
+
+def test_a_resumed_run_keeps_the_caps() -> None:
+    d = mixed({"slow": 2})
+    d.start()
+    resumed = mixed({"slow": 2})
+    resumed.load_state_dict(json.loads(json.dumps(d.state_dict())))
+    resumed.reconcile([SampleId(3, 0), SampleId(5, 1)])
+    resumed.start()
+    assert resumed.running_in("slow") == 2
+
+
+def test_a_breaker_says_when_it_opens_is_probed_and_closes() -> None:
+    d = dispatcher(size=2, max_in_flight=4, retries=9, breaker_failures=3, breaker_rest_s=10.0)
+    for sample in d.start():
+        d.finish(sample, "sandbox.Died", now=1.0)
+    (opened,) = d.take_news()
+    assert "calc failed 3 times in a row, last with sandbox.Died" in opened
+    (probe,) = d.start(now=12.0)
+    assert ["one sample probes it" in text for text in d.take_news()] == [True]
+    d.finish(probe, now=13.0)
+    assert ["works again" in text for text in d.take_news()] == [True]
+    assert d.take_news() == []
+
+
+def test_an_environment_that_rested_is_probed_by_one_sample_of_a_new_group() -> None:
+    d = dispatcher(size=3, max_in_flight=3, retries=0, breaker_failures=3, breaker_rest_s=10.0)
+    for sample in d.start():
+        d.finish(sample, "sandbox.Died")
+    d.drop(0, "too_few_valid")
+    (probe,) = d.start(now=10.0)
+    assert probe == SampleId(1, 0)
+    d.finish(probe, now=11.0)
+    assert d.start(now=11.0) == [SampleId(1, 1), SampleId(1, 2)]
+
+
+def test_over_sampling_begins_more_groups_than_the_bound_and_never_accumulates() -> None:
+    d = dispatcher(size=1, groups_per_step=4, min_valid=1, filter=FilterConfig(oversample=1.5))
+    assert groups(d.start()) == list(range(6))
+    for group in range(6):
+        d.finish(SampleId(group, 0))
+    d.drop(0, "zero_variance")
+    assert groups(d.start()) == [6]
+    d.trained([1, 2, 3, 4])
+    d.advance(1)
+    assert groups(d.start()) == [7, 8, 9, 10]

@@ -40,8 +40,8 @@ class Served:
     def ask(self, **parameters):
         return self.client.chat.completions.create(**{"model": "nano", "messages": [USER], **parameters})
 
-    async def post(self, data, path="/chat/completions", key=None):
-        headers = {"Authorization": f"Bearer {key or self.key}"}
+    async def post(self, data, path="/chat/completions", key=None, kind="application/json"):
+        headers = {"Authorization": f"Bearer {key or self.key}", "Content-Type": kind}
         async with (
             aiohttp.ClientSession(headers=headers) as http,
             http.post(self.url + path, data=data) as response,
