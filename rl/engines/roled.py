@@ -7,13 +7,17 @@ that token before it goes on.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+import asyncio
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Literal, Protocol
 
 from model.engine.state import RequestState
 from model.vision import ImageTokens
 from rl.engines.base import Completion, GenerateRequest, HistoryImages
-from rl.engines.native import NativeEngine, Prefilled
+from rl.engines.native import EngineClosedError, NativeEngine, Prefilled
+from rl.restarts import ProcessDiedError
+
+_HELPER_S = 300.0
 
 
 class Encoder(Protocol):
@@ -37,7 +41,7 @@ class RoledEngine:
 
     Args:
         decode: Draws all tokens but each turn's first; its listener hears of those too.
-        prefill: At least one; a request goes to the one with the fewest.
+        prefill: A request goes to the one with the fewest; while there is none, requests wait for `use`.
         encode: Where images are encoded; none: the prefill engines do it.
         caches: What becomes of caches that a prefill engine computed with other weights than the decode
             engine's.
@@ -46,17 +50,24 @@ class RoledEngine:
     def __init__(
         self,
         decode: NativeEngine,
-        prefill: Sequence[Prefiller],
+        prefill: Sequence[Prefiller] = (),
         encode: Sequence[Encoder] = (),
         *,
         caches: Literal["keep", "recompute"] = "keep",
+        wait_s: float = _HELPER_S,
     ) -> None:
-        if not prefill:
-            raise ValueError("a decode engine computes no prompts: give at least one prefill engine")
-        self._decode, self._caches = decode, caches
+        self._decode, self._caches, self._wait_s = decode, caches, wait_s
         self._prefill, self._encode = list(prefill), list(encode)
-        self._loads = dict.fromkeys((*range(len(self._prefill)),), 0)
+        self._loads = [0] * len(prefill)
         self._images = 0
+        self._changed = asyncio.Event()
+
+    def use(self, prefill: Sequence[Prefiller], encode: Sequence[Encoder]) -> None:
+        """Works with these from now on; requests of one that has died go to them."""
+        self._prefill, self._encode = list(prefill), list(encode)
+        self._loads = [0] * len(prefill)
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     @property
     def version(self) -> int:
@@ -80,6 +91,10 @@ class RoledEngine:
         same = state.header["version"] == self.version
         return await self._decode.continue_state(state, request.turn, caches="keep" if same else self._caches)
 
+    async def abort(self, session: str) -> None:
+        """Ends the turn that a session is sampling, if any; its caches stay."""
+        await self._decode.abort(session)
+
     async def release(self, session: str) -> None:
         """Forgets a trajectory; prompts leave their engine by themselves."""
         await self._decode.release(session)
@@ -92,7 +107,7 @@ class RoledEngine:
         """Continues after `pause`."""
         await self._decode.resume()
 
-    async def load_weights(self, tensors: dict[str, object], version: int) -> None:
+    async def load_weights(self, tensors: Mapping[str, object], version: int) -> None:
         """Swaps the decode engine's weights; the others have their own inboxes."""
         await self._decode.load_weights(tensors, version)
 
@@ -102,21 +117,44 @@ class RoledEngine:
 
     def stats(self) -> dict[str, float]:
         """The decode engine's counters, and requests with the prefill engines."""
-        return self._decode.stats() | {"prefilling": float(sum(self._loads.values()))}
+        return self._decode.stats() | {"prefilling": float(sum(self._loads))}
 
     async def _encoded(self, request: GenerateRequest) -> ImageTokens | None:
         if request.images is None or not self._encode:
             return None
         self._images += 1
-        return await self._encode[self._images % len(self._encode)].encode(request.images)
+        while True:
+            changed = self._changed
+            try:
+                return await self._encode[self._images % len(self._encode)].encode(request.images)
+            except ProcessDiedError as death:
+                await self._others(changed, death)
 
     async def _prefilled(self, request: GenerateRequest, rows: ImageTokens | None) -> Prefilled:
-        place = min(self._loads, key=lambda i: (self._loads[i], i))
-        self._loads[place] += 1
+        while True:
+            changed, loads = self._changed, self._loads
+            if not loads:
+                await self._others(changed, None)
+                continue
+            place = min(range(len(loads)), key=lambda i: (loads[i], i))
+            loads[place] += 1
+            try:
+                return await self._prefill[place].prefill(request, rows)
+            except ProcessDiedError as death:
+                await self._others(changed, death)
+            finally:
+                loads[place] -= 1
+
+    async def _others(self, changed: asyncio.Event, death: ProcessDiedError | None) -> None:
+        """Waits for helpers in the place of a dead one."""
         try:
-            return await self._prefill[place].prefill(request, rows)
-        finally:
-            self._loads[place] -= 1
+            async with asyncio.timeout(self._wait_s):
+                await changed.wait()
+        except TimeoutError:
+            raise EngineClosedError(
+                f"no engine that computes prompts came within {self._wait_s:g} s ({death or 'none was'}): "
+                "see the logs of the prefill and encode processes"
+            ) from death
 
 
 def _sampled(state: RequestState) -> Completion:

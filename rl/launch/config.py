@@ -271,6 +271,9 @@ class Launcher(Section):
         placement: `split` gives trainer and generators processes of their own; `colocated` lets one process
             do both in turns, on the same weights: training preempts the rollouts at a token boundary.
         replicas: generator processes; samples go to the least loaded. A resumed run keeps its number.
+        prefill_replicas: engines that compute prompts for the generators, which then only decode; 0: each
+            generator computes its own.
+        encode_replicas: engines that encode images for the prefill engines; 0: these do it themselves.
         restarts: how often a process may die without progress between; a successor goes on with its samples.
         weights: how they travel: `shared_memory` within one host, `object_store` or `collective` (NCCL
             between GPUs, Gloo between CPUs) between hosts.
@@ -283,6 +286,8 @@ class Launcher(Section):
     address: str = ""
     placement: Literal["split", "colocated"] = "split"
     replicas: int = Field(default=1, ge=1)
+    prefill_replicas: int = Field(default=0, ge=0)
+    encode_replicas: int = Field(default=0, ge=0)
     restarts: int = Field(default=3, ge=0)
     weights: Medium = "shared_memory"
     weights_deadline_s: float = Field(default=120.0, gt=0)
@@ -299,10 +304,16 @@ class Launcher(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.placement == "colocated" and self.replicas > 1:
+        if self.encode_replicas and not self.prefill_replicas:
+            raise ValueError(
+                f"launcher.encode_replicas={self.encode_replicas} encode images for prefill engines, and "
+                "there are none: set launcher.prefill_replicas to at least 1, or launcher.encode_replicas=0"
+            )
+        if self.placement == "colocated" and (self.replicas > 1 or self.prefill_replicas):
             raise ValueError(
                 f"launcher.placement=colocated is one process that trains and generates; with "
-                f"launcher.replicas={self.replicas} set launcher.placement=split"
+                f"launcher.replicas={self.replicas} and launcher.prefill_replicas={self.prefill_replicas} "
+                "set launcher.placement=split"
             )
         if not (self.learner_cpus or self.learner_gpus) or not (self.replica_cpus or self.replica_gpus):
             raise ValueError(
