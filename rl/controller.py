@@ -62,6 +62,9 @@ class Generator(Protocol):
         ...
 
 
+Look = Callable[[], Awaitable[None]]
+"""Is called in every round of the loop, before samples start."""
+
 Publisher = Callable[[], Awaitable[dict[str, float]]]
 """Publishes the learner's current weights to every generator and returns metrics of the transfer."""
 
@@ -92,6 +95,7 @@ class Controller:
     watch: Watch
     extra_state: dict[str, Any] = field(default_factory=dict)
     first_step: int = 0
+    look: Look | None = None
     rates: Rates = field(default_factory=Rates)
     _drawn: dict[int, tuple[Task, int]] = field(default_factory=dict)
     _used: list[TrajectoryKey] = field(default_factory=list)
@@ -117,6 +121,8 @@ class Controller:
                 update.cancel()
 
     async def _dispatch(self) -> None:
+        if self.look is not None:
+            await self.look()
         for drop in self.buffer.take_dropped():
             self.dispatcher.drop(drop.id, drop.reason)
             self._forget(drop.group)

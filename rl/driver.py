@@ -47,7 +47,8 @@ async def drive(config: RunConfig, folder: RunFolder, watch: Watch, *, ray_actor
         while True:
             try:
                 async with crew.at_work() as (learner, generator, publish):
-                    return await Recipe(config, learner, generator, publish, watch).run(checkpoint)
+                    recipe = Recipe(config, learner, generator, publish, watch, folder.path)
+                    return await recipe.run(checkpoint)
             except ProcessDiedError as death:
                 checkpoint = _after(death, checkpoint, folder, crew.restarts, watch)
 

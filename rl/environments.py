@@ -18,7 +18,7 @@ from rl.rollout.curriculum import CurriculumStream, load_curriculum
 from rl.rollout.dispatch import GroupPlan
 from rl.rollout.episode import Door
 from rl.rollout.latency import Delays
-from rl.rollout.mixture import MixedStream, Source, interleaved
+from rl.rollout.mixture import Interleave, MixedStream, Source, interleaved
 from rl.rollout.sandboxes import FleetSandboxes
 from rl.rollout.stream import TaskStream
 from rl.rollout.wal import TokenLog
@@ -55,9 +55,12 @@ def open_stream(config: RunConfig) -> MixedStream:
         PluginError: An environment or the curriculum cannot be had.
         EmptySplitError: A curriculum has no task to choose from.
     """
-    environments = load_environments(config)
-    sources = {name: _source(config, env) for name, env in environments.items()}
-    return MixedStream(sources, shares(config, environments))
+    return MixedStream(sources(config), Interleave(shares(config, load_environments(config))))
+
+
+def sources(config: RunConfig) -> dict[str, Source]:
+    """Returns the tasks of each environment by its own count of groups. Raises as `open_stream` does."""
+    return {name: _source(config, env) for name, env in load_environments(config).items()}
 
 
 def _source(config: RunConfig, env: Environment) -> Source:

@@ -20,7 +20,7 @@ from model.checkpoint import load_policy
 from model.engine.sampler import SamplingParams
 from rewards import unit_tests
 from rl import build
-from rl.driver import fleet_state
+from rl.crew import fleet_state
 from rl.engines.base import Engine
 from rl.engines.native import NativeEngine
 from rl.evals.plan import EvalPlan, Planned
@@ -177,6 +177,8 @@ async def open_sampler(
             max_requests=settings.max_in_flight,
             max_tokens=settings.max_tokens,
             version=version,
+            storage=settings.storage,
+            replay=settings.replay,
         )
         stack.push_async_callback(engine.close)
         fleet = None

@@ -18,6 +18,7 @@ from rl.algorithms.config import AlgorithmConfig
 from rl.engines.prefixes import PrefixSizes, Tier
 from rl.rollout.config import RolloutConfig
 from rl.rollout.latency import Latency
+from rl.trainers.opd import OPDConfig
 from rl.trainers.rl import RLConfig
 from rl.trainers.sft import SFTConfig
 from rl.transports import Medium
@@ -333,6 +334,7 @@ class RunConfig(Section):
     sandbox: SandboxSection = Field(default_factory=SandboxSection)
     sft: SFTConfig = Field(default_factory=SFTConfig)
     trainer: RLConfig = Field(default_factory=RLConfig)
+    opd: OPDConfig = Field(default_factory=OPDConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     engine: EngineSection = Field(default_factory=EngineSection)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
@@ -347,6 +349,7 @@ class RunConfig(Section):
         self.rollout.check_group_size(self.algorithm.group_size)
         self._check_drafter()
         self._check_caps()
+        self._check_distillation()
         if self.engine.max_completion_tokens >= self.engine.max_tokens:
             raise ValueError(
                 f"engine.max_completion_tokens={self.engine.max_completion_tokens} leaves no room for a "
@@ -363,17 +366,17 @@ class RunConfig(Section):
                 f"{self.engine.temperature} differ: the trainer would compare with another distribution; set "
                 "engine.temperature only, the other follows"
             )
-        if self.trainer.steps and (self.engine.top_p < 1 or self.engine.top_k):
-            raise ValueError(
-                f"engine.top_p={self.engine.top_p} and engine.top_k={self.engine.top_k} cut the distribution "
-                "that is sampled from, and the trainer does not know the cut; train with engine.top_p=1 "
-                "engine.top_k=0"
-            )
         if self.model.exact and self.rollout.kv_on_update == "keep" and self.rollout.staleness:
             raise ValueError(
                 "model.exact=true promises the trainer's numbers to the last bit, and "
                 "rollout.kv_on_update=keep goes on with keys that earlier weights computed; set "
                 "rollout.kv_on_update=recompute (or rollout.staleness=0, which updates nothing in flight)"
+            )
+        if self.launcher.prefill_replicas and self.trainer.replay_choices != "off":
+            raise ValueError(
+                f"launcher.prefill_replicas={self.launcher.prefill_replicas} hand prompts on without the experts "
+                "that the token log keeps for trainer.replay_choices; set launcher.prefill_replicas=0 or "
+                "trainer.replay_choices=off"
             )
         if self.run.resume and self.run.clean:
             raise ValueError("run.resume and run.clean exclude each other; give one of them")
@@ -384,6 +387,33 @@ class RunConfig(Section):
                 "or lower the first"
             )
         return self
+
+    @property
+    def learning_steps(self) -> int:
+        """Optimiser steps after the warm start: of distillation when there are teachers, else of RL."""
+        return self.opd.steps if self.opd.teachers else self.trainer.steps
+
+    def _check_distillation(self) -> None:
+        if not self.opd.teachers:
+            return
+        if self.trainer.steps:
+            raise ValueError(
+                f"opd.teachers and trainer.steps={self.trainer.steps}: a run distils or reinforces; set "
+                "trainer.steps=0, or take the teachers out, and give the next run model.path"
+            )
+        for name in ("temperature", "fake_quant"):
+            ours = self.engine.temperature if name == "temperature" else self.trainer.fake_quant
+            if getattr(self.opd, name) != ours:
+                raise ValueError(
+                    f"opd.{name}={getattr(self.opd, name)} is not the sampler's ({ours}): the loss would be "
+                    "of "
+                    f"another distribution; set opd.{name}={ours}"
+                )
+        if self.engine.top_p < 1 or self.engine.top_k:
+            raise ValueError(
+                "opd.teachers: a distillation samples from the whole distribution; set engine.top_p=1 "
+                "engine.top_k=0"
+            )
 
     def _check_caps(self) -> None:
         size, everyone = self.algorithm.group_size, self.rollout.max_in_flight

@@ -231,12 +231,13 @@ class EpisodeRun:
         """A turn's completion: from the log, from the engine, or begun in the log and ended by the engine."""
         turn, session, log = self.history.turns, self._assignment.session, self._around.log
         if logged is not None and logged.finish is not None:
-            return logged.completion
+            return logged.completion(len(self.history.ids))
         if log is not None and logged is None:
             log.begin(session, turn, prompt_ids, new_branch=new_branch)
         completion = await self._generate(turn, budget, logged, through)
         if log is not None:
-            log.turn(session, turn, len(completion.token_ids), completion.finish)
+            count, starts = len(completion.token_ids), completion.replay_starts
+            log.turn(session, turn, count, completion.finish, starts)
         return completion
 
     async def _generate(
@@ -253,7 +254,11 @@ class EpisodeRun:
                 stop_ids=self._around.chat.stop_ids,
                 seed=request_seed(self._assignment.seed, key.group, key.index, turn),
             ),
-            completed=logged.completion if logged is not None and len(logged.tokens) else None,
+            completed=(
+                logged.completion(len(self.history.ids))
+                if logged is not None and len(logged.tokens)
+                else None
+            ),
         )
         with self._doing(Boundary.ENGINE, "engine_s"):
             sampling_turn = self._around.engine.generate(request)

@@ -35,7 +35,7 @@ class Watch:
         wandb: The W&B log.
         screen: The terminal.
         alarms: The rules to check.
-        total_steps: Optimiser steps of reinforcement, for the time left.
+        total_steps: Optimiser steps after the warm start, for the time left.
     """
 
     def __init__(self, run: Path, wandb: WandbLog, screen: Screen, alarms: Alarms, total_steps: int) -> None:
@@ -160,5 +160,5 @@ def open_watch(folder: RunFolder, config: RunConfig) -> Watch:
     log = WandbLog(settings, as_plain(config), screen.note)
     screen.note(f"W&B is {log.mode}; all numbers are in {folder.path / FILE_NAME}")
     return Watch(
-        folder.path, log, screen, Alarms(staleness_bound=config.rollout.staleness), config.trainer.steps
+        folder.path, log, screen, Alarms(staleness_bound=config.rollout.staleness), config.learning_steps
     )
