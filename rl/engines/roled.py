@@ -89,7 +89,8 @@ class RoledEngine:
             return state
         await self._decode.announce(request.session, request.turn, _after(_sampled(state), known))
         same = state.header["version"] == self.version
-        return await self._decode.continue_state(state, request.turn, caches="keep" if same else self._caches)
+        caches: Literal["keep", "recompute"] = "keep" if same else self._caches
+        return await self._decode.continue_state(state, request.turn, caches=caches)
 
     async def abort(self, session: str) -> None:
         """Ends the turn that a session is sampling, if any; its caches stay."""

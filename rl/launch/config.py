@@ -374,9 +374,9 @@ class RunConfig(Section):
             )
         if self.launcher.prefill_replicas and self.trainer.replay_choices != "off":
             raise ValueError(
-                f"launcher.prefill_replicas={self.launcher.prefill_replicas} hand prompts on without the experts "
-                "that the token log keeps for trainer.replay_choices; set launcher.prefill_replicas=0 or "
-                "trainer.replay_choices=off"
+                f"launcher.prefill_replicas={self.launcher.prefill_replicas} hand prompts on without the "
+                "experts that the token log keeps for trainer.replay_choices; set "
+                "launcher.prefill_replicas=0 or trainer.replay_choices=off"
             )
         if self.run.resume and self.run.clean:
             raise ValueError("run.resume and run.clean exclude each other; give one of them")

@@ -11,8 +11,9 @@ from model.config import PolicyConfig
 from model.engine.sampler import SamplingParams
 from model.policy import Policy
 from rl.engines.base import Completion, Engine, EngineError, GenerateRequest, StepFrame
-from rl.engines.native import NativeEngine
+from rl.engines.native import EngineClosedError, NativeEngine
 from rl.engines.roled import RoledEngine
+from rl.restarts import ProcessDiedError
 
 
 def native(role: str, **options) -> NativeEngine:
@@ -80,10 +81,29 @@ async def test_caches_of_other_weights_are_recomputed_by_choice(engines) -> None
     assert (await again.generate(request(1))).states[-1] != 1
 
 
+class Dead:
+    """A prefill engine in a process that is gone."""
+
+    async def prefill(self, request: GenerateRequest, rows: object) -> Completion:
+        raise ProcessDiedError("prefill-0", "killed by the test")
+
+
+async def test_what_a_helper_died_of_is_asked_of_its_successor(engines) -> None:
+    made, _ = engines
+    roled = RoledEngine(made["decode"], [Dead()])
+    turn = asyncio.create_task(roled.generate(request(1)))
+    await asyncio.sleep(0.05)
+    assert not turn.done()
+    roled.use([made["prefill"]], [])
+    assert (await turn).token_ids == (await made["all"].generate(request(1))).token_ids
+    alone = RoledEngine(made["decode"], [Dead()], wait_s=0.05)
+    with pytest.raises(EngineClosedError, match=r"no engine that computes prompts .*killed by the test"):
+        await alone.generate(request(2))
+    assert alone.stats()["prefilling"] == 0
+
+
 async def test_faults_are_typed_whichever_engine_finds_them(engines) -> None:
     made, _ = engines
-    with pytest.raises(ValueError, match="at least one prefill engine"):
-        RoledEngine(made["decode"], [])
     roled = RoledEngine(made["decode"], [made["prefill"]])
     with pytest.raises(EngineError):
         await roled.generate(replace(request(1), token_ids=()))
