@@ -105,8 +105,9 @@ async def open_generator(
         roled = RoledEngine(native, caches=rollout.kv_on_update) if config.launcher.prefill_replicas else None
         engine = roled or native
         door = AgentDoor(engine, taps, chat, rollout.max_total_tokens, served)
+        pool = token_log.name
         workers = await open_workers(
-            config, engine, chat, log, stack, fleet_state=fleet_state, owner=owner, door=door
+            config, engine, chat, log, stack, fleet_state=fleet_state, owner=owner, pool=pool, door=door
         )
         every = config.engine.scales_every
         scales = ScaleMonitor(net, every) if every else None

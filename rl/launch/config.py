@@ -167,11 +167,14 @@ class SandboxSection(Section):
     Attributes:
         url: `local` for a node on this machine, which the run starts; else the address of a fleet's front
             (`temper sandbox serve`), whose token the environment names.
+        lease_s: How long the sandboxes of samples under way outlive a run that was killed or interrupted, so
+            that it goes on in them when it is resumed. After that they are made anew from their journals.
     """
 
     url: str = "local"
     backend: Literal["auto", "docker", "bubblewrap", "gvisor", "function"] = "auto"
     tool_timeout_s: float = Field(default=10.0, gt=0)
+    lease_s: float = Field(default=600.0, gt=0)
 
 
 class EngineSection(Section):

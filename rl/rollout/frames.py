@@ -46,6 +46,7 @@ class Kind(IntEnum):
     END = 7
     CONSUMED = 8
     STARTS = 9
+    PLACE = 10
 
 
 class SegmentError(ValueError):

@@ -20,7 +20,7 @@ from envs.types import FinishReason, Message, Trajectory
 from rl.rollout import codec
 from rl.rollout.frames import Damage, Data, Kind, Record, Scan, scan, slots_of
 from rl.rollout.segments import Segment, map_file
-from rl.rollout.state import FINISHES, LoggedSample, LoggedTurn, Recovery, Tokens
+from rl.rollout.state import FINISHES, LoggedSample, LoggedTurn, Recovery, SandboxPlace, Tokens
 from rl.rollout.steps import Steps
 
 
@@ -47,6 +47,7 @@ class _Reset:
 class _Slot:
     start: bytes | None = None
     end: bytes | None = None
+    place: bytes = b""
     turns: dict[int, _Turn] = field(default_factory=dict)
     resets: list[_Reset] = field(default_factory=list)
 
@@ -81,6 +82,8 @@ class _Reader:
             slot.start = payload
         elif kind == Kind.END:
             slot.end = payload if form > 1 else b"".join(codec.text_to_parts(payload))
+        elif kind == Kind.PLACE:
+            slot.place = payload
         elif kind == Kind.RESET:
             self._reset(slot, *struct.unpack("<IIIII", payload))
         else:
@@ -156,7 +159,8 @@ def _recover(reader: _Reader, damage: Damage) -> Recovery:
             turns = tuple(_turns(slot, columns, *placed))
             lost -= sum(len(turn.tokens) for turn in turns)
             assignment = codec.assignment_from_json(json.loads(slot.start))
-            unfinished[number] = LoggedSample(assignment, turns)
+            place = SandboxPlace(**json.loads(slot.place)) if slot.place else None
+            unfinished[number] = LoggedSample(assignment, turns, place)
     return Recovery(unfinished, finished, damage, reader.row_count, lost, top + 1)
 
 

@@ -94,11 +94,21 @@ class LoggedTurn:
 
 
 @dataclass(frozen=True, slots=True)
+class SandboxPlace:
+    """Where a sample's own sandbox stands: its id, its generation, and how many commands it was given."""
+
+    sandbox: str
+    generation: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
 class LoggedSample:
-    """An unfinished sample: what it was told and how far it came."""
+    """An unfinished sample: what it was told and how far it came, in tokens and in its own sandbox."""
 
     assignment: Assignment
     turns: tuple[LoggedTurn, ...]
+    place: SandboxPlace | None = None
 
     def up_to_version(self, version: int) -> LoggedSample:
         """The sample, with tokens of policies newer than `version` counted as of `version`.

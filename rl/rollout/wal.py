@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
@@ -29,7 +30,7 @@ from rl.rollout.frames import Buffer, Damage, Kind, Unsealed, header, ints, reco
 from rl.rollout.lanes import Lanes
 from rl.rollout.recovery import rebuild
 from rl.rollout.segments import Segment, list_segments, next_number, rewrite, segment_path, sync_folder
-from rl.rollout.state import FINISHES, LoggedSample, Recovery
+from rl.rollout.state import FINISHES, LoggedSample, Recovery, SandboxPlace
 
 _BUFFERS = 512
 """Most buffers of one call of the system, which takes 1024."""
@@ -48,7 +49,7 @@ class TokenLog:
     Args:
         folder: Made when it is missing; one process may write it at a time.
         flush_ms: The longest time that an appended record stays in memory; 0 writes every record at once.
-        fsync: Whether forced flushes also wait for the disk, which survives the loss of power.
+        fsync: Whether flushes also wait for the disk, which survives the loss of power.
         segment_bytes: The size at which a new file begins.
 
     Raises:
@@ -130,6 +131,10 @@ class TokenLog:
         """The result of the turn's tool call `number` (0-based)."""
         body = json.dumps(codec.message_to_json(message)).encode()
         self._about(session, Kind.RESULT, ints("II", turn, number) + body)
+
+    def place(self, session: str, place: SandboxPlace) -> None:
+        """Where the sample's own sandbox stands now; the last such record counts."""
+        self._about(session, Kind.PLACE, json.dumps(asdict(place)).encode())
 
     def end(self, session: str, trajectory: Trajectory) -> None:
         """A sample ended; its whole result is kept until it is consumed."""
@@ -283,7 +288,7 @@ class TokenLog:
     def _flush_forever(self) -> None:
         while not self._closing.wait(self._flush_s):
             try:
-                self.flush(sync=False)
+                self.flush()
             except TokenLogError:
                 return  # kept in `_failure`: the next append raises it
 
