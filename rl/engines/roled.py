@@ -56,7 +56,8 @@ class RoledEngine:
         caches: Literal["keep", "recompute"] = "keep",
         wait_s: float = _HELPER_S,
     ) -> None:
-        self._decode, self._caches, self._wait_s = decode, caches, wait_s
+        self._decode, self._wait_s = decode, wait_s
+        self._caches: Literal["keep", "recompute"] = caches
         self._prefill, self._encode = list(prefill), list(encode)
         self._loads = [0] * len(prefill)
         self._images = 0
@@ -88,8 +89,7 @@ class RoledEngine:
             await self._decode.announce(request.session, request.turn, _after(state, known))
             return state
         await self._decode.announce(request.session, request.turn, _after(_sampled(state), known))
-        same = state.header["version"] == self.version
-        caches: Literal["keep", "recompute"] = "keep" if same else self._caches
+        caches = "keep" if state.header["version"] == self.version else self._caches
         return await self._decode.continue_state(state, request.turn, caches=caches)
 
     async def abort(self, session: str) -> None:
