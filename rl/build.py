@@ -100,6 +100,7 @@ async def open_generator(
             role="decode" if config.launcher.prefill_replicas else "all",
             saved=SavedTurns(token_log / "turns", config.engine.persist_from),
             capture=config.trainer.replay_choices != "off",
+            capture_selections=config.trainer.replay_choices == "selections",
         )
         roled = RoledEngine(native, caches=rollout.kv_on_update) if config.launcher.prefill_replicas else None
         engine = roled or native

@@ -76,7 +76,8 @@ class NativeEngine:
         idle_sessions: How many sessions keep caches between turns (default: `max_requests`).
         caches: What a weight swap does with the caches.
         speculate: How to draft and check several tokens a step; None draws one.
-        storage, pages, replay, exact, capture, prefix_store: As `model.engine.engine.Engine` takes them.
+        storage, pages, replay, exact, capture, capture_selections, prefix_store: As
+            `model.engine.engine.Engine` takes them.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class NativeEngine:
         replay: Replay | None = None,
         exact: bool | None = None,
         capture: bool = False,
+        capture_selections: bool = False,
         prefix_store: PrefixStore | None = None,
         role: Role = "all",
         saved: SavedTurns | None = None,
@@ -112,6 +114,7 @@ class NativeEngine:
             replay=replay,
             exact=exact,
             capture=capture,
+            capture_selections=capture_selections,
             prefix_store=prefix_store,
             role=role,
         )
@@ -442,6 +445,7 @@ class NativeEngine:
                     output.states,
                     output.expert_ids,
                     output.sampling_mask,
+                    output.selections,
                 )
             )
         for request_id in output.ready:

@@ -22,6 +22,7 @@ def columns(completed: Completion) -> Columns:
         completed.expert_ids,
         completed.sampling_mask,
         completed.replay_starts,
+        completed.selections,
     )
 
 
@@ -38,6 +39,7 @@ def completion(finished: Finished) -> Completion:
         turn.replay_starts,
         turn.expert_ids,
         turn.sampling_mask,
+        turn.selections,
     )
 
 
