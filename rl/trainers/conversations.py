@@ -73,7 +73,7 @@ class Renderer:
         score = trajectory.score
         if self.min_score is not None and (isinstance(score, Missing) or score.value < self.min_score):
             return []
-        return trajectory_samples(trajectory, 1.0)
+        return trajectory_samples(trajectory, 1.0, max_tokens=self.max_tokens if self.cut else None)
 
     def _conversation(self, row: Mapping[str, Any], place: str) -> Sample:
         messages = _messages(row)

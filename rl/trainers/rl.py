@@ -19,6 +19,7 @@ from rl.algorithms.registry import settings_of
 from rl.trainers.base import Trainer, TrainerStateError
 from rl.trainers.batch import Batch, build_batch
 from rl.trainers.choices import ReplayChoices
+from rl.trainers.classes import ClassGaps
 from rl.trainers.critic import Critic, CriticConfig, Estimates, estimate
 from rl.trainers.draft import DraftConfig
 from rl.trainers.forward import TokenOutputs, token_outputs
@@ -155,21 +156,27 @@ class RLTrainer(Trainer):
             recovered_groups=self.recovered_groups,
             replay=self.config.replay_choices,
         )
-        measures = Measures()
+        measures, classes = Measures(), ClassGaps(self.recovered_groups)
         updated: dict[str, float] = {}
         scales: dict[str, float] = {}
         if batch.samples:
             self.prepare()
             if self.critic is not None:
                 batch = self._valued(batch)
-            scales = self._accumulate_and_count(batch, measures)
+            scales = self._accumulate_and_count(batch, measures, classes)
             updated = self.update(*self.loads.total(self.ranks, self.policy.device))
             if self.critic is not None:
                 critic = self.critic.update(sum(sample.trained_tokens for sample in batch.samples))
                 updated |= {f"value.{name}": value for name, value in critic.items()}
         self.steps += 1
         self.version = self.steps
-        metrics = {**_dropped(batch.dropped), **measures.summary(self.ranks), **updated, **batch.statistics()}
+        metrics = {
+            **_dropped(batch.dropped),
+            **measures.summary(self.ranks),
+            **classes.summary(self.ranks),
+            **updated,
+            **batch.statistics(),
+        }
         metrics["updates"] = float(bool(batch.samples))
         drafted = {f"draft/{name}": value for name, value in self.update_drafter().items()}
         return {f"train/{name}": value for name, value in metrics.items()} | scales | drafted
@@ -194,16 +201,16 @@ class RLTrainer(Trainer):
         outputs = token_outputs(self.policy, micro, temperature=self.temperature)
         return self.critic.values(outputs.hidden, micro.loss_mask)
 
-    def _accumulate_and_count(self, batch: Batch, measures: Measures) -> dict[str, float]:
+    def _accumulate_and_count(self, batch: Batch, measures: Measures, classes: ClassGaps) -> dict[str, float]:
         """`_accumulate`, and in every `scales_every`-th step what the forward passes rounded."""
         if not self.config.scales_every or self.steps % self.config.scales_every:
-            self._accumulate(batch, measures)
+            self._accumulate(batch, measures, classes)
             return {}
         with ScaleMonitor(self.policy) as monitor:
-            self._accumulate(batch, measures)
+            self._accumulate(batch, measures, classes)
             return monitor.metrics("train")
 
-    def _accumulate(self, batch: Batch, measures: Measures) -> None:
+    def _accumulate(self, batch: Batch, measures: Measures, classes: ClassGaps) -> None:
         """Adds up the gradients over the micro-batches."""
         device, samples = self.policy.device, batch.samples
         weights = torch.from_numpy(batch.weights).to(device=device, dtype=torch.float32)
@@ -231,6 +238,7 @@ class RLTrainer(Trainer):
                 self.critic.accumulate(outputs.hidden, micro, estimates, trained)
             measures.add(inputs, part, batch.fresh[list(micro.indices)])
             if not micro.idle:
+                classes.add(inputs, members)
                 self.loads.add(outputs.aux)
 
     def discard(self) -> None:
