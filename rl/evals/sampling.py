@@ -29,7 +29,7 @@ from rl.evals.settings import EvalSettings
 from rl.rollout.assignment import Assignment, Purpose
 from rl.rollout.config import RolloutConfig
 from rl.rollout.pool import RolloutLoop
-from rl.rollout.sandboxes import FleetSandboxes
+from rl.rollout.sandboxes import FleetSandboxes, lasting
 from rl.rollout.worker import Worker
 from sandbox.client import Fleet
 
@@ -136,7 +136,7 @@ class Sampler:
         if env.sandbox is not None:
             assert self.fleet is not None
             lease_s = limits.deadline_s + limits.score_deadline_s + 60.0
-            sandboxes = FleetSandboxes(self.fleet, env.sandbox, limits.pool_size, lease_s)
+            sandboxes = FleetSandboxes(lasting(self.fleet), env.sandbox, limits.pool_size, lease_s)
         reward = rewards.load(env.reward_name) if env.reward_name else None
         scaffold = scaffolds.load(planned.cell.scaffold)
         return Worker(

@@ -167,11 +167,14 @@ class SandboxSection(Section):
     Attributes:
         url: `local` for a node on this machine, which the run starts; else the address of a fleet's front
             (`temper sandbox serve`), whose token the environment names.
+        lease_s: How long the sandboxes of samples under way outlive a run that was killed or interrupted, so
+            that it goes on in them when it is resumed. After that they are made anew from their journals.
     """
 
     url: str = "local"
     backend: Literal["auto", "docker", "bubblewrap", "gvisor", "function"] = "auto"
     tool_timeout_s: float = Field(default=10.0, gt=0)
+    lease_s: float = Field(default=600.0, gt=0)
 
 
 class EngineSection(Section):
@@ -355,12 +358,6 @@ class RunConfig(Section):
                 f"trainer.temperature={self.trainer.temperature} and engine.temperature="
                 f"{self.engine.temperature} differ: the trainer would compare with another distribution; set "
                 "engine.temperature only, the other follows"
-            )
-        if self.trainer.steps and (self.engine.top_p < 1 or self.engine.top_k):
-            raise ValueError(
-                f"engine.top_p={self.engine.top_p} and engine.top_k={self.engine.top_k} cut the distribution "
-                "that is sampled from, and the trainer does not know the cut; train with engine.top_p=1 "
-                "engine.top_k=0"
             )
         if self.model.exact and self.rollout.kv_on_update == "keep" and self.rollout.staleness:
             raise ValueError(

@@ -20,7 +20,7 @@ from rl.watch.alarms import Alarms
 from rl.watch.console import Screen, open_screen
 from rl.watch.jsonl import FILE_NAME, JsonlLog, row
 from rl.watch.metrics import TrainingBatch, split_families
-from rl.watch.rollouts import RolloutLog
+from rl.watch.rollouts import RolloutLog, sync
 from rl.watch.status import Status, write_status
 from rl.watch.wandb_log import WandbLog, WandbSettings
 
@@ -100,6 +100,16 @@ class Watch:
             self._failed += 1
             self._status.failed += 1
             self._rollouts.failed(trajectory)
+
+    def dispatched(self, group: int, task: str, effort: int) -> None:
+        """Keeps which task a group has that starts now."""
+        with self._lock:
+            self._rollouts.dispatched(group, task, effort)
+
+    def sync(self) -> None:
+        """Waits until numbers and samples are on disk; a checkpoint that has used them comes after it."""
+        self._rollouts.sync()
+        sync(self._run / FILE_NAME)
 
     def close(self, outcome: str, exit_code: int = 0) -> None:
         """Ends the report; `outcome` (finished, failed: why, interrupted) stands in STATUS.md."""
