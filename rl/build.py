@@ -91,6 +91,7 @@ async def open_generator(
             replay=config.engine.replay,
             prefix_store=store,
             capture=config.trainer.replay_choices != "off",
+            capture_selections=config.trainer.replay_choices == "selections",
         )
         door = AgentDoor(engine, taps, chat, rollout.max_total_tokens, served)
         pool = token_log.name

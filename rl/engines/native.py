@@ -62,7 +62,8 @@ class NativeEngine:
         idle_sessions: How many sessions keep caches between turns (default: `max_requests`).
         caches: What a weight swap does with the caches.
         speculate: How to draft and check several tokens a step; None draws one.
-        storage, pages, replay, exact, capture, prefix_store: As `model.engine.engine.Engine` takes them.
+        storage, pages, replay, exact, capture, capture_selections, prefix_store: As
+            `model.engine.engine.Engine` takes them.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class NativeEngine:
         replay: Replay | None = None,
         exact: bool | None = None,
         capture: bool = False,
+        capture_selections: bool = False,
         prefix_store: PrefixStore | None = None,
     ) -> None:
         self.version = version
@@ -96,6 +98,7 @@ class NativeEngine:
             replay=replay,
             exact=exact,
             capture=capture,
+            capture_selections=capture_selections,
             prefix_store=prefix_store,
         )
         self._images = ImageRows(policy)
@@ -373,6 +376,7 @@ class NativeEngine:
                     output.states,
                     output.expert_ids,
                     output.sampling_mask,
+                    output.selections,
                 )
             )
         for finished in output.finished:
@@ -418,6 +422,7 @@ def _columns(completed: Completion) -> Columns:
         completed.expert_ids,
         completed.sampling_mask,
         completed.replay_starts,
+        completed.selections,
     )
 
 
@@ -433,6 +438,7 @@ def _completion(finished: Finished) -> Completion:
         turn.replay_starts,
         turn.expert_ids,
         turn.sampling_mask,
+        turn.selections,
     )
 
 
