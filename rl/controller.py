@@ -122,7 +122,7 @@ class Controller:
                 if update is None and (batch := self.buffer.take(self.version)) is not None:
                     update = asyncio.create_task(self._update(batch))
             if update is not None:
-                await update  # the last step counts already, but is not in the record or a checkpoint yet
+                await update  # the last step counts before it is on record and in a checkpoint
         finally:
             if update is not None and not update.done():
                 update.cancel()
