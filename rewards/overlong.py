@@ -35,8 +35,8 @@ class OverlongConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.buffer <= self.max_length:
             raise ValueError(
-                f"overlong: buffer={self.buffer} tokens lie before max_length={self.max_length}; it is from 1 "
-                "to max_length"
+                f"overlong: buffer={self.buffer} tokens lie before max_length={self.max_length}; it is "
+                "from 1 to max_length"
             )
         if not 0 <= self.penalty < math.inf:
             raise ValueError(f"overlong: penalty={self.penalty}; it is 0 or more")
