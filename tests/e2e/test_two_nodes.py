@@ -1,4 +1,4 @@
-"""Two nodes of a cluster that is joined by its address: a generator on each, weights through the object store."""
+"""Two nodes of a cluster that is joined by its address; weights go through the object store."""
 
 from __future__ import annotations
 
