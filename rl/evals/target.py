@@ -48,8 +48,8 @@ class Target:
             return RunConfig.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
         except (OSError, yaml.YAMLError, ValidationError) as error:
             raise TargetError(
-                f"{file} is no configuration that this version reads ({_why(error)}); give the policy's folder, "
-                "copied out of the run, with all settings"
+                f"{file} is no configuration that this version reads ({_why(error)}); give the policy's "
+                "folder, copied out of the run, with all settings"
             ) from error
 
 
