@@ -128,9 +128,9 @@ class Engine:
         self._device = next(iter(policy.state_dict().values())).device
         self._vocab_size = int(config.vocab_size)
         experts = (config.num_hidden_layers, config.num_experts_per_tok) if capture else None
-        widths = None
+        widths: dict[int, int] = {}
         if self._selections:
-            widths = dict.fromkeys(config.index_source_layer_ids, config.index_topk)
+            widths = dict.fromkeys(config.index_source_layer_ids, int(config.index_topk))
         self._rows = Rows(count, max_tokens, experts, widths)
         self._cache = self._new_cache()
         self._check_pages()
