@@ -40,7 +40,7 @@ from rl.engines.base import (
 from rl.engines.images import ImageRows
 from rl.engines.prefixes import store_stats
 from rl.engines.saved import SavedTurns
-from rl.engines.turns import columns, completion, engine_error
+from rl.engines.turns import columns, completion, engine_error, step_frames
 
 
 class EngineClosedError(RuntimeError):
@@ -455,13 +455,9 @@ class NativeEngine:
             self._finish(finished)
 
     def _announce(self, session: str, turn: int, sampled: Completion) -> None:
-        if self._on_step is None:
-            return
-        for token, logprob, version in zip(
-            sampled.token_ids, sampled.logprobs, sampled.policy_versions, strict=True
-        ):
-            row = np.array([token], np.int32), np.array([logprob], np.float32)
-            self._on_step(StepFrame([session], [turn], *row, version))
+        for frame in step_frames(session, turn, sampled):
+            if self._on_step is not None:
+                self._on_step(frame)
 
     def _finish(self, finished: Finished | None) -> None:
         if finished is None:

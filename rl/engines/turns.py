@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from envs.types import FinishReason
 from model.engine.columns import Columns
 from model.engine.errors import RequestError
 from model.engine.requests import Finished
-from rl.engines.base import Completion, EngineError
+from rl.engines.base import Completion, EngineError, StepFrame
 
 
 def columns(completed: Completion) -> Columns:
@@ -41,6 +43,16 @@ def completion(finished: Finished) -> Completion:
         turn.sampling_mask,
         turn.selections,
     )
+
+
+def step_frames(session: str, turn: int, sampled: Completion) -> Iterator[StepFrame]:
+    """Tokens that were sampled elsewhere, as a listener would have heard of them here."""
+    for token, logprob, version in zip(
+        sampled.token_ids, sampled.logprobs, sampled.policy_versions, strict=True
+    ):
+        yield StepFrame(
+            [session], [turn], np.array([token], np.int32), np.array([logprob], np.float32), version
+        )
 
 
 def engine_error(error: RequestError) -> EngineError:
