@@ -135,13 +135,46 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
+class Packed:
+    """An array as bytes, which needs no library: little-endian, `kind` as "i2" or "u4", in C order."""
+
+    kind: str
+    shape: tuple[int, ...]
+    data: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What the engine chose while it sampled the n tokens of a turn, for training to choose the same.
+
+    A turn sampled under several versions holds the choices of each version for its own tokens.
+
+    Attributes:
+        start: position in the branch of the first token with experts; such a token is an input, so the last
+            token of a branch has none.
+        experts: i2 [m, layers, k], -1 where a token chose none.
+        selections: i4 [m, K] by selecting layer: the keys that attention read, -1 in an unused place.
+        kept_counts: u4 [n], how many ids top-p and top-k left to each token; 0: all.
+        kept_ids: i4, these ids, token after token.
+        states: u1 [n], how each token's context was computed (`model.engine.columns.ContextState`).
+    """
+
+    start: int = 0
+    experts: Packed | None = None
+    selections: Mapping[int, Packed] = field(default_factory=dict[int, Packed])
+    kept_counts: Packed | None = None
+    kept_ids: Packed | None = None
+    states: Packed | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
     """What one call of the engine produced, and what the environment answered.
 
     `prompt_ids` are only the tokens that are new since the previous turn of the same branch (the whole prompt
     in the first turn). `logprobs` and `policy_versions` have the length of `completion_ids`.
     `replay_starts` are positions of the branch at which the engine's windows (of encoder, of decoder) started
-    anew, for training to do the same.
+    anew, for training to do the same; `replay` is what else the engine recorded.
     """
 
     prompt_ids: tuple[int, ...]
@@ -153,6 +186,7 @@ class Turn:
     observations: tuple[Message, ...] = ()
     parse_error: str = ""
     replay_starts: tuple[tuple[int, int], ...] = ()
+    replay: Replay | None = None
 
 
 @dataclass(frozen=True, slots=True, order=True)

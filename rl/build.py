@@ -91,10 +91,12 @@ async def open_generator(
             pages=config.engine.pages,
             replay=config.engine.replay,
             prefix_store=store,
+            capture=config.trainer.replay_choices != "off",
         )
         door = AgentDoor(engine, taps, chat, rollout.max_total_tokens, served)
+        pool = token_log.name
         workers = await open_workers(
-            config, engine, chat, log, stack, fleet_state=fleet_state, owner=owner, door=door
+            config, engine, chat, log, stack, fleet_state=fleet_state, owner=owner, pool=pool, door=door
         )
         every = config.engine.scales_every
         scales = ScaleMonitor(net, every) if every else None

@@ -2,8 +2,9 @@
 
 A checkpoint is a folder `step-<n>`: the policy in the published layout, the tensors of the trainer's state as
 safetensors, and the rest (schedule, data cursor, queue, in-flight set, step axes) as JSON. It is written to a
-temporary folder, every file is synced, a manifest of hashes is written last, and the folder is renamed. A
-folder that is damaged is passed over for the one before it, and the caller is told.
+temporary folder, every file is synced, a manifest of hashes is written last, and the folder is renamed. One
+that cannot be written leaves those before it as they are. A folder that is damaged is passed over for the one
+before it, and the caller is told.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 _MANIFEST = "manifest.json"
@@ -53,26 +55,52 @@ class CheckpointStore:
     def save(
         self, step: int, state: Mapping[str, Any], write_policy: Callable[[Path], None] | None = None
     ) -> Checkpoint:
-        """Writes `state` (JSON values and tensors, nested) and what `write_policy` puts into `policy/`."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        final, partial = self.folder / f"step-{step}", self.folder / f".step-{step}.partial"
-        for stale in (partial, final):
-            shutil.rmtree(stale, ignore_errors=True)
-        partial.mkdir()
-        tensors: dict[str, torch.Tensor] = {}
-        (partial / "state.json").write_text(json.dumps(_flatten(state, tensors, ""), allow_nan=True))
-        save_file(tensors, partial / "state.safetensors")
-        if write_policy is not None:
-            write_policy(partial / "policy")
-        _seal(partial, step)
-        partial.rename(final)
-        _fsync(self.folder)
+        """Writes `state` (JSON values and tensors, nested) and what `write_policy` puts into `policy/`.
+
+        Raises:
+            CheckpointError: It cannot be written; those that there are stay as they were.
+        """
+        partial = self.folder / f".step-{step}.partial"
+        try:
+            self._clear()
+            partial.mkdir()
+            _write(partial, step, state, write_policy)
+            final = self._move(partial, step)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise CheckpointError(
+                f"the checkpoint of step {step} cannot be written to {self.folder} ({error}): make room or "
+                f"make the folder writable, then resume the run; {self._standing()}"
+            ) from error
         self._prune(step)
         return Checkpoint(step, final)
 
+    def _clear(self) -> None:
+        """Makes the folder, durably; removes what a killed attempt had begun."""
+        if not self.folder.exists():
+            self.folder.mkdir(parents=True)
+            _fsync(self.folder.parent)
+        for stale in self.folder.glob(".step-*"):
+            shutil.rmtree(stale)
+
+    def _move(self, partial: Path, step: int) -> Path:
+        """Gives a whole folder its name; an older one of this name stays until then."""
+        final, old = self.folder / f"step-{step}", self.folder / f".step-{step}.old"
+        if final.exists():
+            final.rename(old)
+        partial.rename(final)
+        _fsync(self.folder)
+        shutil.rmtree(old, ignore_errors=True)
+        return final
+
+    def _standing(self) -> str:
+        steps = self.steps()
+        return f"the newest one is that of step {steps[-1]}" if steps else "there is none yet"
+
     def steps(self) -> list[int]:
         """Steps that have a folder, ascending; a folder may still turn out damaged."""
-        return sorted(int(path.name.removeprefix("step-")) for path in self.folder.glob("step-*"))
+        names = (path.name.removeprefix("step-") for path in self.folder.glob("step-*"))
+        return sorted(int(name) for name in names if name.isdigit())
 
     def latest(self, at: int | None = None) -> Checkpoint | None:
         """Returns the newest complete checkpoint (or the one of step `at`), or None when there is no folder.
@@ -115,6 +143,17 @@ def verify(path: Path) -> str | None:
         if _digest(path / name) != digest:
             return f"{name} is damaged"
     return None
+
+
+def _write(
+    folder: Path, step: int, state: Mapping[str, Any], write_policy: Callable[[Path], None] | None
+) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    (folder / "state.json").write_text(json.dumps(_flatten(state, tensors, ""), allow_nan=True))
+    save_file(tensors, folder / "state.safetensors")
+    if write_policy is not None:
+        write_policy(folder / "policy")
+    _seal(folder, step)
 
 
 def _seal(folder: Path, step: int) -> None:

@@ -22,6 +22,7 @@ from rl.engines.native import NativeEngine
 from rl.launch.config import RunConfig
 from rl.rollout.buffer import Batch
 from rl.rollout.generator import Generator
+from rl.trainers.distiller import Lesson
 from rl.trainers.learner import Learner
 
 T = TypeVar("T")
@@ -48,13 +49,23 @@ class Colocated:
         """Takes steps of SFT, before any rollout."""
         return await self._preempting(lambda: self._learner.warm_start(steps))
 
-    async def begin_reinforcement(self) -> None:
-        """Switches to RL."""
-        await self._preempting(self._learner.begin_reinforcement)
+    async def begin_learning(self) -> None:
+        """Switches to RL or distillation."""
+        await self._preempting(self._learner.begin_learning)
 
     async def step(self, batch: Batch) -> dict[str, float]:
         """Takes one optimiser step while the rollouts rest; they go on under the new version."""
         return await self._preempting(lambda: self._learner.step(batch))
+
+    async def distil(
+        self,
+        batch: Batch,
+        lessons: Sequence[Lesson],
+        folders: Mapping[str, str],
+        weights: Mapping[str, float],
+    ) -> dict[str, float]:
+        """Takes one step of distillation while the rollouts rest."""
+        return await self._preempting(lambda: self._learner.distil(batch, lessons, folders, weights))
 
     async def mismatch(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Compares the sampler's log-probabilities with the trainer's on equal weights."""

@@ -26,6 +26,10 @@ from rl.watch.watch import Watch
 _COLLECT_S = 0.25
 
 
+class TaskOrderError(ValueError):
+    """A resumed run would give another task to a group than it had."""
+
+
 class Learner(Protocol):
     """The trainer's process as the controller sees it."""
 
@@ -62,6 +66,9 @@ class Generator(Protocol):
         ...
 
 
+Look = Callable[[], Awaitable[None]]
+"""Is called in every round of the loop, before samples start."""
+
 Publisher = Callable[[], Awaitable[dict[str, float]]]
 """Publishes the learner's current weights to every generator and returns metrics of the transfer."""
 
@@ -92,8 +99,10 @@ class Controller:
     watch: Watch
     extra_state: dict[str, Any] = field(default_factory=dict)
     first_step: int = 0
+    look: Look | None = None
     rates: Rates = field(default_factory=Rates)
     _drawn: dict[int, tuple[Task, int]] = field(default_factory=dict)
+    _before: dict[int, tuple[str, int]] = field(default_factory=dict)
     _used: list[TrajectoryKey] = field(default_factory=list)
 
     @property
@@ -117,6 +126,8 @@ class Controller:
                 update.cancel()
 
     async def _dispatch(self) -> None:
+        if self.look is not None:
+            await self.look()
         for drop in self.buffer.take_dropped():
             self.dispatcher.drop(drop.id, drop.reason)
             self._forget(drop.group)
@@ -142,7 +153,14 @@ class Controller:
     def announce(self, group: int) -> tuple[Task, int]:
         """Tells the buffer to expect a group, and returns its task and effort."""
         if group not in self._drawn:
-            self._drawn[group] = self.stream.draw(group)
+            task, effort = self._drawn[group] = self.stream.draw(group)
+            before = self._before.pop(group, (task.id, effort))
+            if before != (task.id, effort):
+                raise TaskOrderError(
+                    f"group {group} had task {before[0]} at effort {before[1]} when it was dispatched, now "
+                    f"{task.id} at {effort}: the environment's tasks changed; start a new run with them"
+                )
+            self.watch.dispatched(group, task.id, effort)
         task, effort = self._drawn[group]
         self.buffer.open(group, task, effort, self.plan.scaffold, self.plan.group_size)
         return task, effort
@@ -200,12 +218,15 @@ class Controller:
         """Makes the current frontier durable, then lets the token log forget what lies before it."""
         state, used = self.state_dict(), self._used
         self._used = []
+        await asyncio.to_thread(self.watch.sync)
         await self.learner.save(self.first_step + self.version, state)
         await self.generator.consumed(used)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything of the loop that a resumed run needs, as JSON values."""
+        tasks = {str(group): [task.id, effort] for group, (task, effort) in self._drawn.items()}
         return {
+            "tasks": tasks,
             "dispatcher": self.dispatcher.state_dict(),
             "buffer": self.buffer.state_dict(),
             "stream": self.stream.state_dict(),
@@ -214,6 +235,9 @@ class Controller:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` gave."""
+        self._before = {
+            int(group): (task, effort) for group, (task, effort) in state.get("tasks", {}).items()
+        }
         self.dispatcher.load_state_dict(state["dispatcher"])
         self.buffer.load_state_dict(state["buffer"])
         self.stream.load_state_dict(state["stream"])

@@ -14,6 +14,7 @@ from rl import build
 from rl.actors import Cluster, Process
 from rl.colocated import open_colocated
 from rl.controller import Publisher as Publish
+from rl.environments import keeps_state
 from rl.launch.config import Launcher, RunConfig
 from rl.launch.run import RunFolder
 from rl.placement import Bundle
@@ -36,8 +37,10 @@ def fleet_state() -> Path:
     return Path(home).expanduser() / "node"
 
 
-def owner(folder: RunFolder) -> str:
-    """Returns the name under which this attempt's sandboxes are held."""
+def owner(config: RunConfig, folder: RunFolder) -> str:
+    """Returns the name under which sandboxes are held: the run's where they outlive an attempt."""
+    if keeps_state(config):
+        return str(folder.path)
     return f"{folder.path}/attempt-{folder.attempt}"
 
 
@@ -99,7 +102,7 @@ class Crew:
         self.watch.phase("start the process that trains and generates", 0, 1)
         (bundle,) = crew_bundles(self.config.launcher)
         folder = self.folder
-        where = (self.config, folder.checkpoints, folder.token_log, fleet_state(), owner(folder))
+        where = (self.config, folder.checkpoints, folder.token_log, fleet_state(), owner(self.config, folder))
         started.append(await self.cluster.open("colocated", bundle, open_colocated, *where))
         return started[0]
 
@@ -131,7 +134,7 @@ class Crew:
             self.config,
             log,
             fleet_state(),
-            owner(folder),
+            owner(self.config, folder),
         )
 
     async def _stop(self, process: Process) -> None:

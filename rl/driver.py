@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Set
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from rl.actors import Cluster
 from rl.checkpoint import Checkpoint, CheckpointStore
 from rl.crew import Crew, crew_bundles, fleet_state, owner
-from rl.environments import needs_sandbox
+from rl.environments import connect_fleet, keeps_state, needs_sandbox
 from rl.launch.config import RunConfig
 from rl.launch.run import RunFolder
 from rl.leftovers import end_leftovers
@@ -16,6 +16,7 @@ from rl.placement import reserve
 from rl.ray_session import start_ray, stop_ray
 from rl.recipe import Outcome, Recipe
 from rl.restarts import ProcessDiedError, Restarts
+from rl.rollout.sandboxes import LastingFleet
 from rl.watch.watch import Watch
 from sandbox.client import Fleet
 
@@ -38,16 +39,17 @@ async def drive(config: RunConfig, folder: RunFolder, watch: Watch, *, ray_actor
     if ended := end_leftovers():
         watch.note(f"ended {len(ended)} processes that a killed run had left ({', '.join(sorted(ended))})")
     if config.sandbox.url == "local":
-        await _reclaim(watch)
+        await _reclaim(watch, {owner(config, folder)} if config.run.resume else set())
     async with AsyncExitStack() as stack:
         if needs_sandbox(config):
-            await stack.enter_async_context(await _node(config, folder, watch))
+            await stack.enter_async_context(_node(config, folder, watch))
         cluster = await stack.enter_async_context(_cluster(config, folder, watch, ray_actors))
         crew = Crew(config, folder, watch, cluster, Restarts(config.launcher.restarts))
         while True:
             try:
                 async with crew.at_work() as (learner, generator, publish):
-                    return await Recipe(config, learner, generator, publish, watch).run(checkpoint)
+                    recipe = Recipe(config, learner, generator, publish, watch, folder.path)
+                    return await recipe.run(checkpoint)
             except ProcessDiedError as death:
                 checkpoint = _after(death, checkpoint, folder, crew.restarts, watch)
 
@@ -77,20 +79,27 @@ def _checkpoint(config: RunConfig, folder: RunFolder, watch: Watch) -> Checkpoin
     return checkpoint
 
 
-async def _reclaim(watch: Watch) -> None:
-    found = await Fleet.reclaim(fleet_state())
+async def _reclaim(watch: Watch, keep_owners: Set[str]) -> None:
+    found = await Fleet.reclaim(fleet_state(), keep_owners)
     if found.total:
         owners = ", ".join(f"{count} of {owner}" for owner, count in found.sandboxes.items())
         watch.note(f"removed {found.total} sandboxes that earlier runs had left ({owners})")
 
 
-async def _node(config: RunConfig, folder: RunFolder, watch: Watch) -> Fleet:
-    """Starts the sandbox node, or finds it, before anything else: a run without its sandboxes is no run."""
-    fleet = await Fleet.connect(
-        config.sandbox.url, state_dir=fleet_state(), owner=owner(folder), backend=config.sandbox.backend
-    )
-    watch.note(f"tools run in {fleet.backend} sandboxes ({config.sandbox.url})")
-    return fleet
+@asynccontextmanager
+async def _node(config: RunConfig, folder: RunFolder, watch: Watch) -> AsyncIterator[None]:
+    """Starts the sandbox node, or finds it, before anything else: a run without its sandboxes is no run.
+
+    At the end the run's sandboxes end. Those of samples under way in a run that goes on later stay.
+    """
+    fleet = LastingFleet(lambda: connect_fleet(config, fleet_state(), owner(config, folder)))
+    watch.note(f"tools run in {(await fleet.get()).backend} sandboxes ({config.sandbox.url})")
+    release = not keeps_state(config)
+    try:
+        yield
+        release = True
+    finally:
+        await fleet.close(release=release)
 
 
 @asynccontextmanager

@@ -18,13 +18,13 @@ from rl.rollout.curriculum import CurriculumStream, load_curriculum
 from rl.rollout.dispatch import GroupPlan
 from rl.rollout.episode import Door
 from rl.rollout.latency import Delays
-from rl.rollout.mixture import MixedStream, Source, interleaved
-from rl.rollout.sandboxes import FleetSandboxes
+from rl.rollout.mixture import Interleave, MixedStream, Source, interleaved
+from rl.rollout.sandboxes import FleetSandboxes, LastingFleet, stateless
 from rl.rollout.stream import TaskStream
 from rl.rollout.wal import TokenLog
 from rl.rollout.worker import Worker
 from rl.trainers.data import Sample, demonstration_samples
-from sandbox.client import Fleet
+from sandbox.client import DEFAULT_LEASE_S, Fleet
 
 
 def load_environments(config: RunConfig) -> dict[str, Environment]:
@@ -55,9 +55,12 @@ def open_stream(config: RunConfig) -> MixedStream:
         PluginError: An environment or the curriculum cannot be had.
         EmptySplitError: A curriculum has no task to choose from.
     """
-    environments = load_environments(config)
-    sources = {name: _source(config, env) for name, env in environments.items()}
-    return MixedStream(sources, shares(config, environments))
+    return MixedStream(sources(config), Interleave(shares(config, load_environments(config))))
+
+
+def sources(config: RunConfig) -> dict[str, Source]:
+    """Returns the tasks of each environment by its own count of groups. Raises as `open_stream` does."""
+    return {name: _source(config, env) for name, env in load_environments(config).items()}
 
 
 def _source(config: RunConfig, env: Environment) -> Source:
@@ -91,6 +94,24 @@ def needs_sandbox(config: RunConfig) -> bool:
     return any(env.sandbox is not None for env in load_environments(config).values())
 
 
+def keeps_state(config: RunConfig) -> bool:
+    """Whether some sample has a sandbox of its own, which outlives an attempt at the run."""
+    return not all(stateless(env) for env in load_environments(config).values())
+
+
+async def connect_fleet(config: RunConfig, fleet_state: Path, owner: str) -> Fleet:
+    """Connects to the run's sandboxes; those of samples under way outlive a killed run by their lease.
+
+    Raises:
+        SandboxError: There is none.
+    """
+    sandbox = config.sandbox
+    lease_s = sandbox.lease_s if keeps_state(config) else DEFAULT_LEASE_S
+    return await Fleet.connect(
+        sandbox.url, state_dir=fleet_state, owner=owner, backend=sandbox.backend, lease_s=lease_s
+    )
+
+
 async def open_workers(
     config: RunConfig,
     engine: Engine,
@@ -100,25 +121,28 @@ async def open_workers(
     *,
     fleet_state: Path,
     owner: str,
+    pool: str,
     door: Door | None = None,
 ) -> dict[tuple[str, str], Worker]:
     """Returns a worker for each environment, by (environment, scaffold); `stack` closes what they hold.
+
+    A process that takes over from a dead one has the same `pool` of sandboxes for stateless tools.
 
     Raises:
         SandboxError: No sandbox is to be had.
     """
     environments = load_environments(config)
-    fleet: Fleet | None = None
+    fleet: LastingFleet | None = None
     if any(env.sandbox is not None or env.reward_name == "unit_tests" for env in environments.values()):
-        fleet = await Fleet.connect(
-            config.sandbox.url, state_dir=fleet_state, owner=owner, backend=config.sandbox.backend
-        )
-        stack.push_async_callback(fleet.close)
-        unit_tests.judge_in(fleet)
+        fleet = LastingFleet(lambda: connect_fleet(config, fleet_state, owner), unit_tests.judge_in)
+        stack.push_async_callback(fleet.close, release=not keeps_state(config))
+        await fleet.get()
     latency = config.env.latency
     delays = None if latency is None else Delays(latency, config.run.seed)
     return {
-        (name, config.scaffold.name): _worker(config, env, engine, chat, log, fleet, delays, door)
+        (name, config.scaffold.name): _worker(
+            config, env, engine, chat, log, fleet, f"{pool}/{name}", delays, door
+        )
         for name, env in environments.items()
     }
 
@@ -129,14 +153,17 @@ def _worker(
     engine: Engine,
     chat: ChatFormat,
     log: TokenLog,
-    fleet: Fleet | None,
+    fleet: LastingFleet | None,
+    pool: str,
     delays: Delays | None,
     door: Door | None,
 ) -> Worker:
     rollout, sandboxes = config.rollout, None
     if fleet is not None and env.sandbox is not None:
         lease_s = rollout.deadline_s + rollout.score_deadline_s + 60.0
-        sandboxes = FleetSandboxes(fleet, env.sandbox, rollout.pool_size, lease_s)
+        sandboxes = FleetSandboxes(
+            fleet, env.sandbox, rollout.pool_size, lease_s, rollout.unknown_commands, pool
+        )
     return Worker(
         env,
         scaffolds.load(config.scaffold.name),

@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice, repeat
+from pathlib import Path
 from typing import Any, Protocol
 
 from envs.types import Task, Trajectory, TrajectoryKey
 from model.engine.sampler import SamplingParams
 from rl.checkpoint import Checkpoint
 from rl.controller import Controller, Generator, Learner, Plan, Publisher
-from rl.environments import group_plan, load_environments, open_stream, shares
+from rl.distil.stage import DistilStream, open_distillation
+from rl.environments import group_plan, load_environments, open_stream, shares, sources
 from rl.evaluation import EvalResult, summarize
 from rl.launch.config import RunConfig
 from rl.rollout.assignment import Assignment, Purpose
-from rl.rollout.buffer import Buffer
+from rl.rollout.buffer import Batch, Buffer
 from rl.rollout.dispatch import Dispatcher
-from rl.rollout.mixture import interleaved
+from rl.rollout.mixture import MixedStream, interleaved
 from rl.rollout.resume import Recovered, plan_resume
+from rl.trainers.distiller import Lesson
 from rl.watch.watch import Watch
 
 _SFT_CHUNK = 10
@@ -32,8 +35,18 @@ class StagedLearner(Learner, Protocol):
         """Takes steps of SFT."""
         ...
 
-    async def begin_reinforcement(self) -> None:
-        """Switches to RL."""
+    async def begin_learning(self) -> None:
+        """Switches from imitation to RL or distillation."""
+        ...
+
+    async def distil(
+        self,
+        batch: Batch,
+        lessons: Sequence[Lesson],
+        folders: Mapping[str, str],
+        weights: Mapping[str, float],
+    ) -> dict[str, float]:
+        """Takes one step of distillation."""
         ...
 
     async def restore(self, checkpoint: Checkpoint) -> Any:
@@ -83,6 +96,7 @@ class Recipe:
     generator: StagedGenerator
     publish: Publisher
     watch: Watch
+    folder: Path
     sft_done: int = 0
     results: dict[str, dict[str, float]] = field(default_factory=dict)
 
@@ -93,7 +107,7 @@ class Recipe:
             await self._restore(controller, checkpoint)
         if checkpoint is None or "before" not in self.results:
             await self._imitate(controller)
-            await self.learner.begin_reinforcement()
+            await self.learner.begin_learning()
             await self.publish()
             await self._measure("before", version=0)
             controller.extra_state = self._state()
@@ -104,9 +118,17 @@ class Recipe:
         return Outcome(self._results("before"), self._results("after"), controller.version)
 
     def _controller(self) -> Controller:
-        config, stream = self.config, open_stream(self.config)
+        if not self.config.opd.teachers:
+            return self._loop(self.learner, open_stream(self.config))
+        distillation = open_distillation(self.config, self.folder, self.learner, self.watch)
+        controller = self._loop(distillation, DistilStream(sources(self.config), distillation.versions))
+        distillation.dispatcher, controller.look = controller.dispatcher, distillation.look
+        return controller
+
+    def _loop(self, learner: Learner, stream: MixedStream) -> Controller:
+        config = self.config
         plan = Plan(
-            steps=config.trainer.steps,
+            steps=config.learning_steps,
             group_size=config.algorithm.group_size,
             scaffold=config.scaffold.name,
             sampling=self._sampling(config.engine.temperature),
@@ -115,7 +137,7 @@ class Recipe:
         )
         return Controller(
             plan,
-            self.learner,
+            learner,
             self.generator,
             self.publish,
             Dispatcher(config.rollout, lambda g: group_plan(config, stream, g), config.env.caps),

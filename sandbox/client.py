@@ -110,6 +110,11 @@ class Fleet:
         connection, welcome = await greet(state_dir, hello)
         return cls(connection, owner, welcome)
 
+    @property
+    def lost(self) -> bool:
+        """Whether the node of this connection is gone; a front is asked anew with each request."""
+        return isinstance(self._connection, Connection) and self._connection.lost
+
     @staticmethod
     async def reclaim(state_dir: Path, keep_owners: Set[str] = frozenset()) -> Reclaimed:
         """Ends the sandboxes of owners without a client that are not in `keep_owners`; says what there was.
@@ -232,18 +237,30 @@ class Fleet:
         about = (await self._connection.request(request))[0]
         return RemoteBox(self._connection, sandbox_id, Past.of(about, unknown, ask))
 
-    async def pool(self, spec: SandboxSpec | None = None, size: int = 1) -> Pool:
-        """Starts `size` sandboxes that stateless calls share, without journals; all or none."""
+    async def pool(self, spec: SandboxSpec | None = None, size: int = 1, *, key: str = "") -> Pool:
+        """Starts `size` sandboxes that stateless calls share, without journals; all or none.
+
+        With `key` it takes over those that an earlier client of this owner made under it, where they live.
+        """
         if size < 1:
             raise PolicyError(f"a pool has at least one sandbox, not {size}")
         spec = replace(spec or SandboxSpec(), journal=False)
-        made = await asyncio.gather(*(self.create(spec) for _ in range(size)), return_exceptions=True)
+        keys = [f"pool/{key}/{number}" if key else "" for number in range(size)]
+        made = await asyncio.gather(*(self._pooled(spec, one) for one in keys), return_exceptions=True)
         boxes = [box for box in made if isinstance(box, RemoteBox)]
         for failure in made:
             if isinstance(failure, BaseException):
                 await asyncio.gather(*(box.close() for box in boxes))
                 raise failure
         return Pool(self, spec, boxes)
+
+    async def _pooled(self, spec: SandboxSpec, key: str) -> RemoteBox:
+        try:
+            return await self.create(spec, key=key)
+        except LostError:
+            if not key or self.lost:
+                raise
+            return await self.create(spec)  # the node was killed, and the key is that of a lost one
 
     async def call(
         self,
@@ -267,6 +284,10 @@ class Fleet:
         """
         call = Call(command, source, files or {}, stdin, timeout_s, output_limit)
         return await self._calls.run(call, limits or Limits())
+
+    async def discard(self, sandbox_id: str) -> None:
+        """Deletes a sandbox of this owner and its journal, whether it still lives or not."""
+        await RemoteBox(self._connection, sandbox_id).close()
 
     async def boxes(self) -> list[RemoteBox]:
         """Returns the owner's live sandboxes, those of an earlier client included."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from sandbox.channel import Header
@@ -20,7 +19,7 @@ Ask = Callable[[int, UnknownOutcomeError], Awaitable[Decision]]
 
 @dataclass(slots=True)
 class Past:
-    """What was there before a caller came, and how far it has replayed it."""
+    """What was there before a caller came, and how many commands it has given."""
 
     generation: int = 1
     recorded: int = 0
@@ -29,7 +28,7 @@ class Past:
     ask: Ask | None = None
     ttl_s: float = 0.0
     lease_s: float = 0.0
-    _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    given: int = 0
 
     @classmethod
     def known(cls, about: Header) -> Past:
@@ -46,8 +45,8 @@ class Past:
 
     def claim(self, idempotent: bool) -> Claim:
         """Returns what to say of the next command: its number while the journal has it."""
-        number = next(self._numbers)
-        return Claim(number if number <= self.recorded else 0, idempotent)
+        self.given += 1
+        return Claim(self.given if self.given <= self.recorded else 0, idempotent)
 
     async def decide(self, claim: Claim, error: UnknownOutcomeError) -> Decision:
         """Returns what to do about an unknown command, unless that is to fail.

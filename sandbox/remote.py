@@ -46,6 +46,16 @@ class RemoteBox:
         self.generation, self.replayed = self._past.generation, self._past.commands
         self.ttl_s, self.lease_s = self._past.ttl_s, self._past.lease_s
 
+    @property
+    def position(self) -> int:
+        """How many commands this caller has given: its place in the sandbox's journal."""
+        return self._past.given
+
+    @property
+    def recorded(self) -> int:
+        """How many commands the journal held when this caller came; as many are answered from it."""
+        return self._past.recorded
+
     async def exec(
         self,
         command: str | Sequence[str],

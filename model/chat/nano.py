@@ -14,9 +14,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from model.chat.base import ChatError, ChatFormat, Message, ParsedTurn, Tool, check_effort, text_of
+from model.chat.base import (
+    ChatError,
+    ChatFormat,
+    Message,
+    ParsedTurn,
+    Tool,
+    check_effort,
+    parts_of,
+    text_of,
+)
 from model.chat.nano_calls import Unreadable, call_body, read_call
 from model.chat.nano_stream import NanoStream
+from model.chat.prompt import Prompt
+from model.images import ImageReader, PreparedImage
 from model.tokenizer import Tokenizer, nano_tokenizer
 
 
@@ -55,17 +66,37 @@ class NanoChat(ChatFormat):
         self, messages: Sequence[Message], *, tools: Sequence[Tool] = (), effort: int | None = None
     ) -> list[int]:
         """Renders `<effort>digits` and the messages. The tools are not spelt out: the policy knows them."""
+        return self.prompt(messages, tools=tools, effort=effort).token_ids
+
+    def render_observation(self, messages: Sequence[Message]) -> list[int]:
+        """Renders tool results in observation tags, and other messages bare."""
+        return self.observation(messages).token_ids
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        effort: int | None = None,
+        images: ImageReader | None = None,
+    ) -> Prompt:
+        """As `render_prompt`, with the images that users' messages and tool results hold.
+
+        Raises:
+            ChatError: A message or the effort cannot be rendered, or there are images and no reader.
+            ImageError: An image cannot be used.
+        """
         ids: list[int] = []
         if effort is not None:
             ids += [self._tags["effort"], *self.tokenizer.encode(str(check_effort(effort)))]
             ids += [self._tags["effort_end"]] if "effort_end" in self._tags else []
-        return ids + self._render(messages, tools)
+        return Prompt.of_pieces([ids, *self._render(messages, tools, images)], images)
 
-    def render_observation(self, messages: Sequence[Message]) -> list[int]:
-        """Renders tool results in observation tags, and other messages bare."""
+    def observation(self, messages: Sequence[Message], *, images: ImageReader | None = None) -> Prompt:
+        """As `render_observation`, with images."""
         if any(message.get("role") == "assistant" for message in messages):
             raise ChatError("an observation is what others say; render an assistant's turn as such")
-        return self._render(messages, ())
+        return Prompt.of_pieces(self._render(messages, (), images), images)
 
     def render_assistant(self, message: Message, *, tools: Sequence[Tool] = ()) -> list[int]:
         """Renders a demonstration's turn: calls when it has any, else an answer.
@@ -109,22 +140,32 @@ class NanoChat(ChatFormat):
             return self._names[index]
         return None if index in self._reserved or not 0 <= index < self.tokenizer.vocab_size else ""
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        ids: list[int] = []
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[Tool], images: ImageReader | None
+    ) -> list[list[int] | PreparedImage]:
+        pieces: list[list[int] | PreparedImage] = []
         bare = False
         for message in messages:
             role = message.get("role")
             if role == "assistant":
-                ids += self.render_assistant(message, tools=tools)
+                pieces.append(self.render_assistant(message, tools=tools))
             elif role == "tool":
-                text = self.tokenizer.encode(text_of(message))
-                ids += [self._tags["observation"], *text, self._tags["observation_end"]]
+                observation, end = self._tags["observation"], self._tags["observation_end"]
+                pieces += [[observation], *self._content(message, images), [end]]
             elif role in ("user", "system"):
-                ids += self.tokenizer.encode(f"\n{text_of(message)}" if bare else text_of(message))
+                pieces += [self.tokenizer.encode("\n" if bare else ""), *self._content(message, images)]
             else:
                 raise ChatError(f"role is system, user, assistant or tool, not {role!r}")
             bare = role in ("user", "system")
-        return ids
+        return pieces
+
+    def _content(self, message: Message, images: ImageReader | None) -> list[list[int] | PreparedImage]:
+        if images is None:
+            return [self.tokenizer.encode(text_of(message))]
+        return [
+            self.tokenizer.encode(part) if isinstance(part, str) else images.read(part)
+            for part in parts_of(message)
+        ]
 
     def _pieces(self, ids: Sequence[int]) -> list[int | str]:
         """Splits a turn into tag ids and the texts between them; adjacent characters are one text."""

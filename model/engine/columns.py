@@ -36,6 +36,14 @@ class ExpertIds:
 
 
 @dataclass(frozen=True, slots=True)
+class Selections:
+    """The keys that tokens selected: `keys` by index source layer, int32 [n, K] each, as `ExpertIds`."""
+
+    start: int
+    keys: dict[int, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
 class Columns:
     """Sampled tokens of one turn, as columns of equal length n. What is left out is filled in.
 

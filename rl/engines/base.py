@@ -14,7 +14,7 @@ import numpy as np
 
 from envs.types import FinishReason
 from model.choices import SamplingMask
-from model.engine.columns import ExpertIds
+from model.engine.columns import ExpertIds, Selections
 from model.engine.sampler import SamplingParams
 from model.images import PreparedImage
 
@@ -50,7 +50,7 @@ class Completion:
 
     What an engine does not record is empty or None: `full_logprobs` (without top-k and top-p), `states`
     (`model.engine.columns.ContextState`), `replay_starts` (encoder, decoder) of the turn's prefills, the
-    experts of the turn's inputs, and the ids that each token was drawn from.
+    experts and selections of the turn's inputs, and the ids that each token was drawn from.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -62,11 +62,15 @@ class Completion:
     replay_starts: tuple[tuple[int, int], ...] = ()
     expert_ids: ExpertIds | None = field(default=None, compare=False)
     sampling_mask: SamplingMask | None = field(default=None, compare=False)
+    selections: Selections | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class StepFrame:
-    """The tokens of one decode step, as columns over the running requests."""
+    """The tokens of one decode step, as columns over the running requests.
+
+    A listener may keep the arrays; nobody writes to them again.
+    """
 
     sessions: Sequence[str]
     turns: Sequence[int]
@@ -76,6 +80,7 @@ class StepFrame:
     states: np.ndarray | None = None  # uint8 [n]
     expert_ids: np.ndarray | None = None  # int16 [n, layers, k] of each token's input
     sampling_mask: SamplingMask | None = None
+    selections: Mapping[int, np.ndarray] | None = None  # int32 [n, K] by layer, of each token's input
 
 
 class Engine(Protocol):

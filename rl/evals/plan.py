@@ -17,6 +17,8 @@ from envs.types import Task
 from rl.evals.rows import Cell
 from rl.evals.settings import EvalSettings
 
+_ENGINE = ("fake_quant", "exact", "storage", "replay")
+
 
 class PlanError(ValueError):
     """An environment without tasks to evaluate, or a folder that cannot be used: what to change."""
@@ -136,7 +138,7 @@ def _tasks(env: Environment, settings: EvalSettings) -> list[Task]:
 
 def _sampling(settings: EvalSettings) -> dict[str, Any]:
     names = ("k", "seed", "temperature", "top_p", "top_k", "max_completion_tokens", "max_tokens", "max_turns")
-    return settings.model_dump(mode="json", include={*names, "fake_quant", "exact", "deadline_s"})
+    return settings.model_dump(mode="json", include={*names, *_ENGINE, "deadline_s"})
 
 
 def _hash(data: Any) -> str:

@@ -20,7 +20,7 @@ from model.checkpoint import load_policy
 from model.engine.sampler import SamplingParams
 from rewards import unit_tests
 from rl import build
-from rl.driver import fleet_state
+from rl.crew import fleet_state
 from rl.engines.base import Engine
 from rl.engines.native import NativeEngine
 from rl.evals.plan import EvalPlan, Planned
@@ -29,7 +29,7 @@ from rl.evals.settings import EvalSettings
 from rl.rollout.assignment import Assignment, Purpose
 from rl.rollout.config import RolloutConfig
 from rl.rollout.pool import RolloutLoop
-from rl.rollout.sandboxes import FleetSandboxes
+from rl.rollout.sandboxes import FleetSandboxes, lasting
 from rl.rollout.worker import Worker
 from sandbox.client import Fleet
 
@@ -136,7 +136,7 @@ class Sampler:
         if env.sandbox is not None:
             assert self.fleet is not None
             lease_s = limits.deadline_s + limits.score_deadline_s + 60.0
-            sandboxes = FleetSandboxes(self.fleet, env.sandbox, limits.pool_size, lease_s)
+            sandboxes = FleetSandboxes(lasting(self.fleet), env.sandbox, limits.pool_size, lease_s)
         reward = rewards.load(env.reward_name) if env.reward_name else None
         scaffold = scaffolds.load(planned.cell.scaffold)
         return Worker(
@@ -177,6 +177,8 @@ async def open_sampler(
             max_requests=settings.max_in_flight,
             max_tokens=settings.max_tokens,
             version=version,
+            storage=settings.storage,
+            replay=settings.replay,
         )
         stack.push_async_callback(engine.close)
         fleet = None

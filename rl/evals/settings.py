@@ -31,6 +31,8 @@ class EvalSettings(BaseModel):
         temperature: 0 is greedy.
         max_completion_tokens: bound of a turn; `max_tokens` bounds a whole sequence.
         max_turns: overrides the environment's.
+        fake_quant: whether keys are rounded as caches store them.
+        exact, storage, replay: of the engine, as in a run.
         pass_at: the k of pass@k; by default 1 and k.
         solved: the score from which a task counts as solved.
         almost: the score from which it counts as almost solved.
@@ -63,6 +65,8 @@ class EvalSettings(BaseModel):
     max_turns: int | None = Field(default=None, ge=1)
     fake_quant: bool = True
     exact: bool = False
+    storage: Literal["dense", "packed"] = "dense"
+    replay: Literal["off", "bounded", "exact"] = "off"
     pass_at: tuple[int, ...] = ()
     solved: float = Field(default=1.0, allow_inf_nan=False)
     almost: float = Field(default=0.95, allow_inf_nan=False)
@@ -222,6 +226,8 @@ def _of_run(config: RunConfig) -> dict[str, Any]:
         "max_turns": config.scaffold.max_turns,
         "fake_quant": config.trainer.fake_quant,
         "exact": config.model.exact,
+        "storage": engine.storage,
+        "replay": engine.replay,
         "max_in_flight": engine.max_requests,
         "retries": config.rollout.retries,
         "deadline_s": config.rollout.deadline_s,

@@ -90,7 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, ImportError, ConnectionError, EOFError) as error:
         print(error or "the input ended", file=sys.stderr)
         return 2
-    except RuntimeError as error:
+    except RuntimeError as raised:
+        error = getattr(raised, "cause", raised)  # one of an actor carries what was raised there
         if not type(error).__module__.startswith(("sandbox.", "rl.")):
             raise
         print(error, file=sys.stderr)

@@ -18,6 +18,7 @@ from rl.algorithms.config import AlgorithmConfig
 from rl.engines.prefixes import PrefixSizes, Tier
 from rl.rollout.config import RolloutConfig
 from rl.rollout.latency import Latency
+from rl.trainers.opd import OPDConfig
 from rl.trainers.rl import RLConfig
 from rl.trainers.sft import SFTConfig
 from rl.transports import Medium
@@ -166,11 +167,14 @@ class SandboxSection(Section):
     Attributes:
         url: `local` for a node on this machine, which the run starts; else the address of a fleet's front
             (`temper sandbox serve`), whose token the environment names.
+        lease_s: How long the sandboxes of samples under way outlive a run that was killed or interrupted, so
+            that it goes on in them when it is resumed. After that they are made anew from their journals.
     """
 
     url: str = "local"
     backend: Literal["auto", "docker", "bubblewrap", "gvisor", "function"] = "auto"
     tool_timeout_s: float = Field(default=10.0, gt=0)
+    lease_s: float = Field(default=600.0, gt=0)
 
 
 class EngineSection(Section):
@@ -323,6 +327,7 @@ class RunConfig(Section):
     sandbox: SandboxSection = Field(default_factory=SandboxSection)
     sft: SFTConfig = Field(default_factory=SFTConfig)
     trainer: RLConfig = Field(default_factory=RLConfig)
+    opd: OPDConfig = Field(default_factory=OPDConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     engine: EngineSection = Field(default_factory=EngineSection)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
@@ -337,6 +342,7 @@ class RunConfig(Section):
         self.rollout.check_group_size(self.algorithm.group_size)
         self._check_drafter()
         self._check_caps()
+        self._check_distillation()
         if self.engine.max_completion_tokens >= self.engine.max_tokens:
             raise ValueError(
                 f"engine.max_completion_tokens={self.engine.max_completion_tokens} leaves no room for a "
@@ -353,12 +359,6 @@ class RunConfig(Section):
                 f"{self.engine.temperature} differ: the trainer would compare with another distribution; set "
                 "engine.temperature only, the other follows"
             )
-        if self.trainer.steps and (self.engine.top_p < 1 or self.engine.top_k):
-            raise ValueError(
-                f"engine.top_p={self.engine.top_p} and engine.top_k={self.engine.top_k} cut the distribution "
-                "that is sampled from, and the trainer does not know the cut; train with engine.top_p=1 "
-                "engine.top_k=0"
-            )
         if self.model.exact and self.rollout.kv_on_update == "keep" and self.rollout.staleness:
             raise ValueError(
                 "model.exact=true promises the trainer's numbers to the last bit, and "
@@ -374,6 +374,33 @@ class RunConfig(Section):
                 "or lower the first"
             )
         return self
+
+    @property
+    def learning_steps(self) -> int:
+        """Optimiser steps after the warm start: of distillation when there are teachers, else of RL."""
+        return self.opd.steps if self.opd.teachers else self.trainer.steps
+
+    def _check_distillation(self) -> None:
+        if not self.opd.teachers:
+            return
+        if self.trainer.steps:
+            raise ValueError(
+                f"opd.teachers and trainer.steps={self.trainer.steps}: a run distils or reinforces; set "
+                "trainer.steps=0, or take the teachers out, and give the next run model.path"
+            )
+        for name in ("temperature", "fake_quant"):
+            ours = self.engine.temperature if name == "temperature" else self.trainer.fake_quant
+            if getattr(self.opd, name) != ours:
+                raise ValueError(
+                    f"opd.{name}={getattr(self.opd, name)} is not the sampler's ({ours}): the loss would be "
+                    "of "
+                    f"another distribution; set opd.{name}={ours}"
+                )
+        if self.engine.top_p < 1 or self.engine.top_k:
+            raise ValueError(
+                "opd.teachers: a distillation samples from the whole distribution; set engine.top_p=1 "
+                "engine.top_k=0"
+            )
 
     def _check_caps(self) -> None:
         size, everyone = self.algorithm.group_size, self.rollout.max_in_flight

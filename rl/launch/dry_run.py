@@ -33,9 +33,10 @@ def arithmetic(config: RunConfig) -> Iterator[str]:
     samples = groups * size
     yield f"warm start: {config.sft.steps} steps x {config.sft.batch_size} demonstrations"
     levels = len(config.effort.levels)
+    stage, steps = "distillation" if config.opd.teachers else "reinforcement", config.learning_steps
     yield (
-        f"reinforcement: {config.trainer.steps} steps x {groups} groups x {size} samples = "
-        f"{config.trainer.steps * samples} samples ({samples} a step), at most "
+        f"{stage}: {steps} steps x {groups} groups x {size} samples = "
+        f"{steps * samples} samples ({samples} a step), at most "
         f"{samples * config.engine.max_tokens} tokens a step"
     )
     yield f"efforts: {levels} ({', '.join(map(str, config.effort.levels))}), one for each group in turn"

@@ -183,9 +183,12 @@ def read_driver(path: Path) -> DriverRecord | None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file so that a reader sees the old or the new text, never a part."""
+    """Replaces a file so that a reader sees the old or the new text, also after a loss of power."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(text)
+    with partial.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     partial.replace(path)
 
 

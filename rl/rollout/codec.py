@@ -7,6 +7,8 @@ tuples, bytes, sets and mappings with other keys than text are tagged. What JSON
 from __future__ import annotations
 
 import base64
+import json
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,6 +31,7 @@ from envs.types import (
 )
 from model.engine.sampler import SamplingParams
 from rl.rollout.assignment import Assignment, Purpose
+from rl.rollout.blob import Blob, column_from_json, column_to_json, replay_from_json, replay_to_json
 
 Json = Any
 _ROLES = {str(role): role for role in Role}
@@ -118,33 +121,39 @@ def task_from_json(data: Json) -> Task:
     )
 
 
-def turn_to_json(turn: Turn) -> Json:
-    """One turn as JSON; floats keep every bit."""
+def turn_to_json(turn: Turn, blob: Blob | None = None) -> Json:
+    """One turn as JSON; floats keep every bit. With `blob` the columns of tokens are bytes in that."""
     return {
-        "prompt_ids": list(turn.prompt_ids),
-        "completion_ids": list(turn.completion_ids),
-        "logprobs": list(turn.logprobs),
-        "policy_versions": list(turn.policy_versions),
+        "prompt_ids": column_to_json("i", turn.prompt_ids, blob),
+        "completion_ids": column_to_json("i", turn.completion_ids, blob),
+        "logprobs": column_to_json("d", turn.logprobs, blob),
+        "policy_versions": column_to_json("i", turn.policy_versions, blob),
         "finish": str(turn.finish),
         "message": message_to_json(turn.message),
         "observations": [message_to_json(message) for message in turn.observations],
         "parse_error": turn.parse_error,
         "replay_starts": [list(start) for start in turn.replay_starts],
+        "replay": replay_to_json(turn.replay, blob),
     }
 
 
-def turn_from_json(data: Json) -> Turn:
+def turn_from_json(data: Json, blob: memoryview | None = None) -> Turn:
     """The turn of `turn_to_json`."""
+    prompt_ids, ids, logprobs, versions = (
+        column_from_json(data[name], blob)
+        for name in ("prompt_ids", "completion_ids", "logprobs", "policy_versions")
+    )
     return Turn(
-        tuple(data["prompt_ids"]),
-        tuple(data["completion_ids"]),
-        tuple(data["logprobs"]),
-        tuple(data["policy_versions"]),
+        prompt_ids,
+        ids,
+        logprobs,
+        versions,
         FinishReason(data["finish"]),
         message_from_json(data["message"]),
         tuple(message_from_json(message) for message in data["observations"]),
         data["parse_error"],
         tuple((encoder, decoder) for encoder, decoder in data.get("replay_starts", ())),
+        replay_from_json(data.get("replay"), blob),
     )
 
 
@@ -172,12 +181,12 @@ def score_from_json(data: Json) -> Score | Missing:
     return Score(data["value"], decode_value(data["parts"]))
 
 
-def trajectory_to_json(trajectory: Trajectory) -> Json:
-    """One trajectory as JSON."""
+def trajectory_to_json(trajectory: Trajectory, blob: Blob | None = None) -> Json:
+    """One trajectory as JSON; with `blob` the columns of tokens are bytes in that."""
     error = trajectory.error
     return {
         "key": key_to_json(trajectory.key),
-        "branches": [[turn_to_json(turn) for turn in branch] for branch in trajectory.branches],
+        "branches": [[turn_to_json(turn, blob) for turn in branch] for branch in trajectory.branches],
         "status": str(trajectory.status),
         "stop": str(trajectory.stop),
         "score": score_to_json(trajectory.score),
@@ -186,18 +195,37 @@ def trajectory_to_json(trajectory: Trajectory) -> Json:
     }
 
 
-def trajectory_from_json(data: Json) -> Trajectory:
+def trajectory_from_json(data: Json, blob: memoryview | None = None) -> Trajectory:
     """The trajectory of `trajectory_to_json`."""
     error = data["error"]
     return Trajectory(
         key_from_json(data["key"]),
-        tuple(tuple(turn_from_json(turn) for turn in branch) for branch in data["branches"]),
+        tuple(tuple(turn_from_json(turn, blob) for turn in branch) for branch in data["branches"]),
         Status(data["status"]),
         StopReason(data["stop"]),
         score_from_json(data["score"]),
         ErrorInfo(Boundary(error[0]), error[1], error[2]) if error else None,
         decode_value(data["timings"]),
     )
+
+
+def trajectory_to_parts(trajectory: Trajectory) -> list[bytes]:
+    """One trajectory as the payload of a log's record: the JSON's length, the JSON, and columns as bytes."""
+    blob = Blob()
+    text = json.dumps(trajectory_to_json(trajectory, blob)).encode()
+    return [struct.pack("<I", len(text)), text, *blob.parts]
+
+
+def text_to_parts(text: bytes) -> list[bytes]:
+    """The payload of a record of a JSON text that has all its columns."""
+    return [struct.pack("<I", len(text)), text]
+
+
+def trajectory_from_bytes(payload: bytes) -> Trajectory:
+    """The trajectory of `trajectory_to_parts`, joined."""
+    (length,) = struct.unpack_from("<I", payload)
+    view = memoryview(payload)
+    return trajectory_from_json(json.loads(payload[4 : 4 + length]), view[4 + length :])
 
 
 def group_to_json(group: Group) -> Json:

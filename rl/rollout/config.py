@@ -6,6 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+UnknownCommands = Literal["fail", "rerun_if_idempotent", "replay"]
+"""What becomes of a command that was under way in a sandbox when the process that gave it died."""
+
 
 class RolloutConfigError(ValueError):
     """A setting of the group `rollout` that cannot work: which, why, and what to change."""
@@ -81,9 +84,12 @@ class RolloutConfig:
     `retries` is the number of further attempts of a sample that failed for infrastructure. After
     `breaker_failures` failures in a row an environment rests for `breaker_rest_s`, then one sample probes
     it. `flush_ms` bounds what a crash can cost in sampled tokens (0: every decode step is written at once);
-    `fsync` also survives the loss of power. `kv_on_update` says what a new version of the weights does with
-    the caches of samples in flight: `keep` goes on at once with keys of mixed versions, `recompute` computes
-    them anew.
+    `fsync` also survives the loss of power. A command that was under way in a sample's own sandbox when the
+    process that gave it died has an unknown effect: `replay` makes the sandbox anew from its journal and runs
+    the command there, `rerun_if_idempotent` runs it again only if it was marked so, `fail` never; where it
+    does not run the sample fails for infrastructure. `kv_on_update` says what a new version of the weights
+    does with the caches of samples in flight: `keep` goes on at once with keys of mixed versions, `recompute`
+    computes them anew.
     """
 
     max_in_flight: int = 128
@@ -104,6 +110,7 @@ class RolloutConfig:
     lag_alarm_s: float = 1.0
     flush_ms: float = 50.0
     fsync: bool = False
+    unknown_commands: UnknownCommands = "replay"
     segment_bytes: int = 64 << 20
     kv_on_update: Literal["keep", "recompute"] = "keep"
 
@@ -121,6 +128,8 @@ class RolloutConfig:
             self._require(name, getattr(self, name) > 0, "greater than 0 seconds")
         self._require("max_total_tokens", self.max_total_tokens >= 2, "at least 2 (a prompt and one token)")
         self._require("segment_bytes", self.segment_bytes >= 4096, "at least 4096 bytes")
+        policies = ("fail", "rerun_if_idempotent", "replay")
+        self._require("unknown_commands", self.unknown_commands in policies, "one of " + ", ".join(policies))
         self._require("kv_on_update", self.kv_on_update in ("keep", "recompute"), "'keep' or 'recompute'")
         self._require("stale", self.stale in ("mask", "drop"), "'mask' or 'drop'")
         if self.hold_back_steps and self.staleness == 0:

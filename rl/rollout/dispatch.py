@@ -172,6 +172,10 @@ class Dispatcher:
             )
         self.version = version
 
+    def set_limits(self, max_in_flight: int, caps: Mapping[str, int]) -> None:
+        """Changes how many samples may be in flight, of all and of single environments; what runs goes on."""
+        self.counter, self._caps = max_in_flight - self.in_flight, dict(caps)
+
     def account(self) -> Account:
         """Returns where every dispatched sample is."""
         return self._ledger.account(sum(len(group.members) for group in self._groups.values()))

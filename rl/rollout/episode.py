@@ -11,13 +11,13 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from envs.agents import Access, Agent
-from envs.base import Environment, Sampled, ToolError
-from envs.types import Boundary, ErrorInfo, FinishReason, Message, Role, StopReason, ToolCall
+from envs.base import Environment, Sampled
+from envs.types import Boundary, FinishReason, Message, Role, StopReason, ToolCall
 from model.chat import ChatFormat
 from rl.engines.base import Completion, Engine, GenerateRequest
 from rl.rollout.assignment import Assignment, request_seed
@@ -26,7 +26,8 @@ from rl.rollout.history import Draft, History
 from rl.rollout.latency import Delays
 from rl.rollout.messages import from_chat, to_chat, tool_to_chat
 from rl.rollout.sandboxes import Sandboxes
-from rl.rollout.state import LoggedTurn
+from rl.rollout.state import LoggedTurn, SandboxPlace
+from rl.rollout.tools import Tools
 from rl.rollout.wal import TokenLog
 from sandbox.base import Sandbox
 
@@ -59,16 +60,9 @@ class Surroundings:
     delays: Delays | None = None
     door: Door | None = None
 
-    @property
-    def stateless(self) -> bool:
-        """Whether every tool call may run in any box: nothing is kept between calls."""
-        return self.env.sandbox is None or (
-            bool(self.env.tools) and all(tool.stateless for tool in self.env.tools)
-        )
-
 
 class EpisodeRun:
-    """Implements `envs.base.Episode`. `box` is the trajectory's own sandbox, where it has one.
+    """Implements `envs.base.Episode`. `work` runs its tool calls, in its own sandbox where it has one.
 
     `timings` sums seconds by `engine_s` and `tool_s`. `fault`, `interruption` and `ended` outlive a scaffold
     that swallows exceptions.
@@ -87,7 +81,7 @@ class EpisodeRun:
         self.effort = assignment.key.effort
         self.tools = surroundings.env.tools
         self.max_turns = surroundings.max_turns
-        self.box: Sandbox | None = None
+        self.work = Tools(surroundings.env, assignment.task, surroundings.sandboxes, self._note_place)
         self.history = History()
         self.timings: defaultdict[str, float] = defaultdict(float)
         self.busy_with = Boundary.SCAFFOLD
@@ -146,6 +140,16 @@ class EpisodeRun:
         """Replaces the conversation (a summary, dropped reasoning): the next turn starts a new branch."""
         self._pending, self._fresh_branch = list(messages), True
 
+    @property
+    def box(self) -> Sandbox | None:
+        """The trajectory's own sandbox as it is now."""
+        return self.work.box
+
+    @property
+    def logged(self) -> bool:
+        """Whether another process could go on with it."""
+        return self._around.log is not None
+
     def endpoint(self) -> AbstractAsyncContextManager[Access]:
         """Opens the model to an agent program, whose requests become the turns of this episode."""
         if self._around.door is None:
@@ -200,12 +204,6 @@ class EpisodeRun:
             self.ended = StopReason.MAX_TOKENS  # the program is shown the turn, and samples no other
         return completion
 
-    def lost_sandbox(self) -> None:
-        """Refuses to go on with a recovered sample whose own sandbox is gone with what was done in it."""
-        info = ErrorInfo(Boundary.SANDBOX, "SandboxLost", "the sandbox did not outlive the interruption")
-        self.fault = Fault(info)
-        raise self.fault
-
     @property
     def session(self) -> str:
         """The sample's name towards engine, log and sandboxes."""
@@ -231,12 +229,13 @@ class EpisodeRun:
         """A turn's completion: from the log, from the engine, or begun in the log and ended by the engine."""
         turn, session, log = self.history.turns, self._assignment.session, self._around.log
         if logged is not None and logged.finish is not None:
-            return logged.completion
+            return logged.completion(len(self.history.ids))
         if log is not None and logged is None:
             log.begin(session, turn, prompt_ids, new_branch=new_branch)
         completion = await self._generate(turn, budget, logged, through)
         if log is not None:
-            log.turn(session, turn, len(completion.token_ids), completion.finish)
+            count, starts = len(completion.token_ids), completion.replay_starts
+            log.turn(session, turn, count, completion.finish, starts)
         return completion
 
     async def _generate(
@@ -253,7 +252,11 @@ class EpisodeRun:
                 stop_ids=self._around.chat.stop_ids,
                 seed=request_seed(self._assignment.seed, key.group, key.index, turn),
             ),
-            completed=logged.completion if logged is not None and len(logged.tokens) else None,
+            completed=(
+                logged.completion(len(self.history.ids))
+                if logged is not None and len(logged.tokens)
+                else None
+            ),
         )
         with self._doing(Boundary.ENGINE, "engine_s"):
             sampling_turn = self._around.engine.generate(request)
@@ -281,36 +284,33 @@ class EpisodeRun:
         turn, place = self.history.turns - 1, draft.results
         number, self._calls, draft.results = self._calls, self._calls + 1, place + 1
         known = self._logged[turn].results if turn < len(self._logged) else ()
+        call = replace(call, number=number)
         if place < len(known):
+            self.work.known(call, known[place].content)
             return known[place]
         del self._logged[turn + 1 :]
         await self._flush(draft)
-        message = Message(Role.TOOL, await self._run(replace(call, number=number)), tool_call_id=call.id)
-        if self._around.log is not None:
-            self._around.log.result(self._assignment.session, turn, place, message)
+        with self._doing(Boundary.ENVIRONMENT, "tool_s"):
+            if self._around.delays is not None:
+                await asyncio.sleep(self._around.delays.seconds(self.task.id, number))
+            message = Message(Role.TOOL, await self.work.call(call), tool_call_id=call.id)
+        if (log := self._around.log) is not None:
+            log.result(self._assignment.session, turn, place, message)
+            if (at := self.work.place()) is not None:
+                log.place(self._assignment.session, at)
         return message
 
     async def _flush(self, draft: Draft) -> None:
         """Makes the turn durable before the world sees it."""
         log, draft.flushed, done = self._around.log, True, draft.flushed
-        if log is None or done:
-            return
-        if log.waits_for_disk:
-            await asyncio.to_thread(log.flush)
-        else:
-            log.flush()
+        if log is not None and not done:
+            await _flush(log)
 
-    async def _run(self, call: ToolCall) -> str:
-        with self._doing(Boundary.ENVIRONMENT, "tool_s"):
-            if self._around.delays is not None:
-                await asyncio.sleep(self._around.delays.seconds(self.task.id, self._calls - 1))
-            sandboxes = self._around.sandboxes
-            lent = nullcontext(self.box) if self.box or sandboxes is None else sandboxes.shared()
-            async with lent as box:
-                try:
-                    return await self._around.env.call_tool(call, self.task, box)
-                except ToolError as error:
-                    return str(error)
+    async def _note_place(self, place: SandboxPlace) -> None:
+        """Makes durable where the sandbox is, before anything is done in it."""
+        if (log := self._around.log) is not None:
+            log.place(self._assignment.session, place)
+            await _flush(log)
 
     @contextmanager
     def _doing(self, where: Boundary, timing: str) -> Iterator[None]:
@@ -341,3 +341,10 @@ class EpisodeRun:
     def _end(self, stop: StopReason) -> None:
         self.ended = stop
         raise EpisodeEnded(stop)
+
+
+async def _flush(log: TokenLog) -> None:
+    if log.waits_for_disk:
+        await asyncio.to_thread(log.flush)
+    else:
+        log.flush()

@@ -1,37 +1,37 @@
 """The bytes of the token log: segment headers, checksummed records, and a scan that survives damage.
 
-A segment is a header and records. A record is a sync word, a CRC32, a length, a kind and the payload; the
-CRC covers everything after itself. A scan that meets damage looks for the next sync word whose record
-checks out, so that one flipped bit costs one record. Everything is little-endian.
+A segment is a header and records. A record is a sync word, a checksum, a length, a kind and the payload; the
+checksum covers everything after itself. A scan that meets damage looks for the next sync word whose record
+checks out, so that one flipped bit costs one record. Everything is little-endian. The header says the
+format: 2 is written (XXH3, decode steps as columns), 1 is read too (CRC32, decode steps as rows).
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from mmap import mmap
 from typing import NamedTuple
 
 import numpy as np
+from xxhash import xxh3_64, xxh3_64_intdigest
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, 2)
 MAGIC = b"TEMPRLOG"
 _SYNC = b"\xf5\x0d\xa7\x3c"
 _SYNC_WORD = int.from_bytes(_SYNC, "little")
 _HEADER = struct.Struct("<8sHHIII")
 _RECORD = struct.Struct("<IIIB3x")
-_CHECKED = struct.Struct("<IB3x")
-_INT = struct.Struct("<i")
-_CRC = struct.Struct("<I")
-_CRC_FROM = 8
+_CHECKED_FROM = 8
+_LOW = 0xFFFFFFFF
 
-ROW = np.dtype([("slot", "<u4"), ("turn", "<u4"), ("index", "<u4"), ("token", "<i4"), ("logprob", "<f4")])
-"""One token: the slot of its sample, its turn, its place in the turn, its id and its log-probability."""
-
-ITEM = np.dtype((np.void, ROW.itemsize))
-"""A row as an opaque item, which numpy copies several times faster than a record."""
+Buffer = bytes | bytearray | memoryview
+Data = bytes | mmap
+"""A whole segment in memory, or mapped."""
 
 
 class Kind(IntEnum):
@@ -45,6 +45,8 @@ class Kind(IntEnum):
     RESET = 6
     END = 7
     CONSUMED = 8
+    STARTS = 9
+    PLACE = 10
 
 
 class SegmentError(ValueError):
@@ -64,6 +66,7 @@ class Record(NamedTuple):
 class Scan:
     """The whole records of a segment: payloads of STEPs from `starts` to `ends`, the others, and the end."""
 
+    format: int = FORMAT
     starts: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     others: list[Record] = field(default_factory=list)
@@ -80,8 +83,16 @@ class Damage:
     unreadable_segments: list[str] = field(default_factory=list)
 
 
+class Header(NamedTuple):
+    """What a segment's header says; the segment replaces those from `covers_from` up to its own number."""
+
+    format: int
+    number: int
+    covers_from: int
+
+
 def header(number: int, covers_from: int) -> bytes:
-    """Returns a segment's header; the segment replaces those numbered `covers_from` up to its own number."""
+    """Returns the header of a new segment."""
     head = _HEADER.pack(MAGIC, FORMAT, 0, number, covers_from, 0)[:-4]
     return head + struct.pack("<I", zlib.crc32(head))
 
@@ -89,8 +100,8 @@ def header(number: int, covers_from: int) -> bytes:
 HEADER_BYTES = _HEADER.size
 
 
-def read_header(data: bytes, name: str) -> tuple[int, int]:
-    """Returns number and `covers_from` of a segment.
+def read_header(data: bytes, name: str) -> Header:
+    """Returns what a segment's header says.
 
     Raises:
         SegmentError: The header is damaged or of another format.
@@ -100,82 +111,77 @@ def read_header(data: bytes, name: str) -> tuple[int, int]:
     _, version, _, number, covers_from, crc = _HEADER.unpack_from(data)
     if crc != zlib.crc32(data[: HEADER_BYTES - 4]):
         raise SegmentError(f"the header of {name} is damaged")
-    if version != FORMAT:
-        raise SegmentError(f"{name} has format {version}; this version reads {FORMAT}")
-    return number, covers_from
+    if version not in READABLE:
+        known = " and ".join(map(str, READABLE))
+        raise SegmentError(f"{name} has format {version}; this version reads {known}")
+    return Header(version, number, covers_from)
 
 
-def record(kind: Kind, payload: bytes) -> bytes:
-    """Returns a record with its checksum."""
-    checked = _CHECKED.pack(len(payload), kind)
-    return _SYNC + struct.pack("<I", zlib.crc32(payload, zlib.crc32(checked))) + checked + payload
+class Unsealed(NamedTuple):
+    """A record without its checksum, which whoever writes it out adds; `parts` must not change until then."""
+
+    head: bytearray
+    parts: Sequence[Buffer]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole record."""
+        return len(self.head) + sum(len(part) for part in self.parts)
+
+    def seal(self) -> list[Buffer]:
+        """Returns the buffers of the record, checksum included."""
+        digest = xxh3_64(memoryview(self.head)[_CHECKED_FROM:])
+        for part in self.parts:
+            digest.update(part)
+        struct.pack_into("<I", self.head, 4, digest.intdigest() & _LOW)
+        return [self.head, *self.parts]
 
 
-def scan(data: bytes, damage: Damage) -> Scan:
-    """Returns the whole records after the header; adds to `damage`."""
-    found = Scan()
+def record(kind: Kind, *parts: Buffer) -> Unsealed:
+    """Returns a record of these bytes."""
+    head = bytearray(_RECORD.size)
+    _RECORD.pack_into(head, 0, _SYNC_WORD, 0, sum(len(part) for part in parts), kind)
+    return Unsealed(head, parts)
+
+
+def _xxh3(data: memoryview) -> int:
+    return xxh3_64_intdigest(data) & _LOW
+
+
+_CHECKSUMS: dict[int, Callable[[memoryview], int]] = {1: zlib.crc32, 2: _xxh3}
+
+
+def scan(data: Data, form: int, damage: Damage) -> Scan:
+    """Returns the whole records after the header of a segment of format `form`; adds to `damage`."""
+    found = Scan(form)
     starts, ends, others, step = found.starts, found.ends, found.others, int(Kind.STEP)
-    view = memoryview(data)
     position, size, good = HEADER_BYTES, len(data), HEADER_BYTES
-    unpack, crc32, head = _RECORD.unpack_from, zlib.crc32, _RECORD.size
-    while position + head <= size:
-        sync, crc, length, kind = unpack(view, position)
-        end = position + head + length
-        if sync == _SYNC_WORD and end <= size and crc32(view[position + _CRC_FROM : end]) == crc:
-            if position != good:
-                damage.damaged_bytes += position - good
-                damage.places += 1
-            if kind == step:
-                starts.append(position + head)
-                ends.append(end)
-            else:
-                others.append(Record(len(starts), kind, position + head, end))
-            position = good = end
-            continue
-        position = data.find(_SYNC, position + 1)
-        if position < 0:
-            break
+    unpack, checksum, head = _RECORD.unpack_from, _CHECKSUMS[form], _RECORD.size
+    with memoryview(data) as view:
+        while position + head <= size:
+            sync, expected, length, kind = unpack(view, position)
+            end = position + head + length
+            if (
+                sync == _SYNC_WORD
+                and end <= size
+                and checksum(view[position + _CHECKED_FROM : end]) == expected
+            ):
+                if position != good:
+                    damage.damaged_bytes += position - good
+                    damage.places += 1
+                if kind == step:
+                    starts.append(position + head)
+                    ends.append(end)
+                else:
+                    others.append(Record(len(starts), kind, position + head, end))
+                position = good = end
+                continue
+            position = data.find(_SYNC, position + 1)
+            if position < 0:
+                break
     damage.torn_bytes += size - good
     found.end = good
     return found
-
-
-@dataclass(slots=True)
-class StepWriter:
-    """A STEP record of a fixed number of rows that is filled in place and copied out once a step."""
-
-    rows: np.ndarray
-    buffer: bytearray
-
-    @classmethod
-    def of(cls, count: int) -> StepWriter:
-        """Returns a writer for `count` rows, all zero."""
-        buffer = bytearray(_RECORD.size + 4 + count * ROW.itemsize)
-        _RECORD.pack_into(buffer, 0, _SYNC_WORD, 0, len(buffer) - _RECORD.size, Kind.STEP)
-        return cls(np.frombuffer(buffer, ROW, count, _RECORD.size + 4), buffer)
-
-    def record(self, version: int) -> bytes:
-        """Returns the record with the rows as they are now."""
-        _INT.pack_into(self.buffer, _RECORD.size, version)
-        _CRC.pack_into(self.buffer, len(_SYNC), zlib.crc32(memoryview(self.buffer)[_CRC_FROM:]))
-        return bytes(self.buffer)
-
-
-def step_rows(data: bytes, start: int, end: int) -> tuple[int, np.ndarray]:
-    """Returns version and rows (a view) of a STEP."""
-    (version,) = _INT.unpack_from(data, start)
-    return version, np.frombuffer(data, ROW, (end - start - 4) // ROW.itemsize, start + 4)
-
-
-def step_columns(data: bytes, found: Scan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns all rows of a segment in order (as opaque items), their versions, and each STEP's row count."""
-    view, starts = memoryview(data), np.array(found.starts, np.int64)
-    parts = [view[start + 4 : end] for start, end in zip(found.starts, found.ends, strict=True)]
-    rows = np.frombuffer(b"".join(parts), ITEM)
-    heads = np.frombuffer(data, np.uint8)[starts[:, None] + np.arange(4)]
-    versions = np.ascontiguousarray(heads).view("<i4").reshape(-1).astype(np.int32)
-    counts = (np.array(found.ends, np.int64) - starts - 4) // ROW.itemsize
-    return rows, np.repeat(versions, counts), counts
 
 
 def ints(kind: str, *values: int) -> bytes:
@@ -183,7 +189,7 @@ def ints(kind: str, *values: int) -> bytes:
     return struct.pack(f"<{kind}", *values)
 
 
-def slots_of(data: bytes, item: Record) -> Iterator[int]:
+def slots_of(data: Data, item: Record) -> Iterator[int]:
     """The slots that a record is about."""
     if item.kind == Kind.CONSUMED:
         yield from np.frombuffer(data, "<u4", (item.end - item.start) // 4, item.start).tolist()

@@ -7,6 +7,7 @@ for a turn, let alone a token. It knows nothing of groups or training.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from rl.rollout.config import RolloutConfig
 from rl.rollout.lag import LagMonitor
 from rl.rollout.pool import RolloutLoop
 from rl.rollout.resume import Recovered
+from rl.rollout.sandboxes import Sandboxes
 from rl.rollout.state import LoggedSample
 from rl.rollout.wal import TokenLog
 from rl.rollout.worker import Worker
@@ -117,7 +119,7 @@ class Generator:
     async def consumed(self, keys: Sequence[TrajectoryKey]) -> None:
         """Lets the log forget samples; call it when a checkpoint that has used them is durable."""
         for key in keys:
-            self._recovered.pop(key, None)
+            await self._forget(self._recovered.pop(key, None))
         self._log.consumed(keys)
         async with self._compacting:
             if self._log.wants_compaction:
@@ -149,6 +151,8 @@ class Generator:
     async def interrupt(self) -> list[Trajectory]:
         """Stops like `stop` and returns the samples that had finished by then; the generator stays usable."""
         await self.stop()
+        for sandboxes in self._sandboxes():
+            await sandboxes.park()
         return await self._loop.collect(0.0)
 
     async def close(self, deadline_s: float = 10.0) -> None:
@@ -161,7 +165,7 @@ class Generator:
             self._log.close()
 
     async def stats(self) -> dict[str, float]:
-        """Counters since start: `sys/engine.*`, `sys/wal.*`, `sys/loop_lag.*`, samples running.
+        """Counters since start: `sys/engine.*`, `sys/wal.*`, `sys/loop_lag.*`, `sys/sandbox.*`, samples.
 
         Shares of block scales at their limits, `quant/rollout/*`, are since the last call.
         """
@@ -172,8 +176,13 @@ class Generator:
             "sys/rollout.running": float(self._loop.running),
             "sys/rollout.interrupted": float(self._loop.interrupted),
         }
+        counts = sum((part.counts for part in self._sandboxes()), Counter[str]())
+        boxes = {f"sys/sandbox.{name}": float(count) for name, count in counts.items()}
         scales = {} if self._scales is None else self._scales.metrics("rollout")
-        return engine | log | lag | samples | scales
+        return engine | log | lag | samples | boxes | scales
+
+    def _sandboxes(self) -> list[Sandboxes]:
+        return [worker.sandboxes for worker in self._workers.values() if worker.sandboxes is not None]
 
     async def alarms(self) -> list[str]:
         """What held the event loop up lately, in words that name the environment."""
@@ -182,6 +191,11 @@ class Generator:
             f"at {b.where}: make it await, or call it in a thread"
             for b in self._lag.blocked
         ]
+
+    async def _forget(self, sample: LoggedSample | None) -> None:
+        if sample is not None and sample.place is not None:
+            for sandboxes in self._sandboxes():
+                await sandboxes.discard(sample.place)
 
     def _start(self, assignment: Assignment, recovered: LoggedSample | None) -> None:
         name = (assignment.environment, assignment.key.scaffold)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from envs.types import Message, Turn
 from rl.engines.base import Completion
+from rl.rollout.recorded import replay_of
 
 
 @dataclass(slots=True)
@@ -37,6 +38,7 @@ class Draft:
             tuple(self.observations),
             self.parse_error,
             done.replay_starts,
+            replay_of(done),
         )
 
 

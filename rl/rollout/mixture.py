@@ -8,7 +8,7 @@ every resume, needs no state, and does not depend on how fast an environment's s
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, count, islice
 from typing import Any, Protocol, TypeVar
 
@@ -71,23 +71,36 @@ class Interleave:
         self._counts[who] += 1
 
 
+class Order(Protocol):
+    """Which environment a group belongs to; `names` are all of them, sorted."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The environments, sorted."""
+        ...
+
+    def at(self, place: int) -> tuple[str, int]:
+        """Returns the environment of a group, and how many groups that had before."""
+        ...
+
+
 class MixedStream:
     """The tasks of a run by group number: of one environment, or of several by their shares.
 
     Args:
         sources: By the environment's name in this run.
-        shares: By the same names.
+        order: Of the same names.
     """
 
-    def __init__(self, sources: Mapping[str, Source], shares: Mapping[str, float]) -> None:
-        assert set(sources) == set(shares), "every environment has a share"
+    def __init__(self, sources: Mapping[str, Source], order: Order) -> None:
+        assert sorted(sources) == list(order.names), "every environment has a place in the order"
         self._sources = dict(sources)
-        self._order = Interleave(shares)
+        self._order = order
 
     @property
     def environments(self) -> list[str]:
         """The names of all environments, sorted."""
-        return self._order.names
+        return list(self._order.names)
 
     def environment(self, group: int) -> str:
         """Returns the environment that group number `group` belongs to."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,22 +10,26 @@ from pathlib import Path
 
 import numpy as np
 
+from rl.rollout import codec
 from rl.rollout.frames import (
+    FORMAT,
     HEADER_BYTES,
+    Buffer,
     Damage,
+    Data,
     Kind,
-    Scan,
     SegmentError,
-    StepWriter,
     header,
     read_header,
     record,
     scan,
     slots_of,
-    step_rows,
 )
+from rl.rollout.steps import Steps, step_record
 
 _SUFFIX = ".wal"
+_ROWS = 4096
+"""Most tokens of a step that is rewritten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,7 @@ class Segment:
     path: Path
     number: int
     covers_from: int
+    format: int = FORMAT
 
     @property
     def size(self) -> int:
@@ -67,14 +73,14 @@ def list_segments(folder: Path, damage: Damage) -> list[Segment]:
             path.unlink()
             continue
         try:
-            number, covers_from = read_header(head, path.name)
+            form, number, covers_from = read_header(head, path.name)
         except SegmentError as error:
             damage.unreadable_segments.append(str(error))
             continue
         for old in [old for old in found if covers_from <= old.number < number]:
             old.path.unlink()
             found.remove(old)
-        found.append(Segment(path, number, covers_from))
+        found.append(Segment(path, number, covers_from, form))
     return found
 
 
@@ -89,7 +95,7 @@ def rewrite(segments: list[Segment], live: set[int], ended: set[int]) -> Segment
     with partial.open("wb") as file:
         file.write(header(last.number, covers_from))
         for segment in segments:
-            file.writelines(_kept(segment.path.read_bytes(), live, ended))
+            file.writelines(_kept(segment, live, ended))
         file.flush()
         os.fsync(file.fileno())
     partial.rename(last.path)
@@ -108,25 +114,45 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _kept(data: bytes, live: set[int], ended: set[int]) -> Iterator[bytes]:
+def map_file(segment: Segment) -> Data:
+    """A segment's bytes, read as they are asked for."""
+    with segment.path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _kept(segment: Segment, live: set[int], ended: set[int]) -> Iterator[Buffer]:
+    data = map_file(segment)
+    found = scan(data, segment.format, Damage())
+    steps = Steps.read(data, found)
     wanted = np.fromiter(live, np.uint32, len(live))
-    found = scan(data, Damage())
+    rows = np.flatnonzero(np.isin(steps.slot, wanted))
+    begins = np.concatenate([[0], np.cumsum(steps.counts)])
     done = 0
     for item in found.others:
-        yield from _kept_steps(data, found, done, item.steps_before, wanted)
-        done = item.steps_before
-        if item.kind != Kind.CONSUMED:
-            slot = next(slots_of(data, item))
-            if slot in (ended if item.kind == Kind.END else live):
-                yield record(Kind(item.kind), data[item.start : item.end])
-    yield from _kept_steps(data, found, done, len(found.starts), wanted)
+        slot = next(slots_of(data, item), None)
+        if item.kind == Kind.CONSUMED or slot not in (ended if item.kind == Kind.END else live):
+            continue
+        until = int(np.searchsorted(rows, begins[item.steps_before]))
+        yield from _kept_steps(steps, rows[done:until])
+        done = until
+        if item.kind == Kind.END and found.format == 1:
+            payload = data[item.start : item.end]
+            yield from record(Kind.END, payload[:4], *codec.text_to_parts(payload[4:])).seal()
+        else:
+            yield from record(Kind(item.kind), data[item.start : item.end]).seal()
+    yield from _kept_steps(steps, rows[done:])
 
 
-def _kept_steps(data: bytes, found: Scan, first: int, last: int, wanted: np.ndarray) -> Iterator[bytes]:
-    for start, end in zip(found.starts[first:last], found.ends[first:last], strict=True):
-        version, rows = step_rows(data, start, end)
-        rows = rows[np.isin(rows["slot"], wanted)]
-        if rows.size:
-            writer = StepWriter.of(len(rows))
-            writer.rows[:] = rows
-            yield writer.record(version)
+def _kept_steps(steps: Steps, rows: np.ndarray) -> Iterator[Buffer]:
+    """Consecutive tokens as few large steps: one for each run of a policy version."""
+    versions = steps.versions(rows)
+    cuts = np.flatnonzero(np.diff(versions)) + 1
+    for run in np.split(rows, cuts):
+        for part in np.split(run, range(_ROWS, len(run), _ROWS)):
+            if len(part):
+                columns = [
+                    getattr(steps, name)[part] for name in ("slot", "turn", "index", "token", "logprob")
+                ]
+                packed = np.stack([column.view(np.uint32) for column in columns])
+                version = int(steps.versions(part[:1])[0])
+                yield from step_record(version, packed, steps.extras(part)).seal()

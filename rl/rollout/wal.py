@@ -14,9 +14,9 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
@@ -26,9 +26,14 @@ from envs.types import FinishReason, Message, Trajectory, TrajectoryKey
 from rl.engines.base import StepFrame
 from rl.rollout import codec
 from rl.rollout.assignment import Assignment
-from rl.rollout.frames import Damage, Kind, StepWriter, header, ints, record
+from rl.rollout.frames import Buffer, Damage, Kind, Unsealed, header, ints, record
+from rl.rollout.lanes import Lanes
+from rl.rollout.recovery import rebuild
 from rl.rollout.segments import Segment, list_segments, next_number, rewrite, segment_path, sync_folder
-from rl.rollout.state import FINISHES, LoggedSample, Recovery, rebuild
+from rl.rollout.state import FINISHES, LoggedSample, Recovery, SandboxPlace
+
+_BUFFERS = 512
+"""Most buffers of one call of the system, which takes 1024."""
 
 
 class TokenLogError(RuntimeError):
@@ -44,7 +49,7 @@ class TokenLog:
     Args:
         folder: Made when it is missing; one process may write it at a time.
         flush_ms: The longest time that an appended record stays in memory; 0 writes every record at once.
-        fsync: Whether forced flushes also wait for the disk, which survives the loss of power.
+        fsync: Whether flushes also wait for the disk, which survives the loss of power.
         segment_bytes: The size at which a new file begins.
 
     Raises:
@@ -61,12 +66,8 @@ class TokenLog:
         self._sealed: list[Segment] = list_segments(folder, damage)
         self.recovery: Recovery = rebuild(self._sealed, damage)
         self._lock, self._io = threading.Lock(), threading.Lock()
-        self._chunks: list[bytes] = []
-        self._lanes: dict[str, int] = {}
-        self._free: list[int] = []
-        self._lane_slot = np.zeros(0, np.uint32)
-        self._lane_position = np.zeros(0, np.uint32)
-        self._route: _Route | None = None
+        self._records: list[Unsealed] = []
+        self._lanes = Lanes()
         self._slots: dict[TrajectoryKey, int] = {}
         self._live: set[int] = set()
         self._ended: set[int] = set()
@@ -92,8 +93,8 @@ class TokenLog:
             slot, self._next_slot = self._next_slot, self._next_slot + 1
             self._slots[assignment.key] = slot
             self._live.add(slot)
-            self._open_lane(assignment.session, slot)
-            self._append(Kind.START, ints("I", slot) + body)
+            self._lanes.open(assignment.session, slot)
+            self._append(Kind.START, ints("I", slot), body)
 
     def resume(self, sample: LoggedSample) -> None:
         """A recovered sample goes on after exactly what `sample` holds; whatever else was logged is void."""
@@ -102,7 +103,7 @@ class TokenLog:
         tokens, results = (len(last.tokens), len(last.results)) if last else (0, 0)
         with self._appending():
             slot = self._slots[sample.assignment.key]
-            self._open_lane(sample.assignment.session, slot, tokens)
+            self._lanes.open(sample.assignment.session, slot, tokens)
             closed = int(last is not None and last.finish is not None)
             self._append(Kind.RESET, ints("IIIIII", slot, len(sample.turns), turn, tokens, closed, results))
 
@@ -110,31 +111,39 @@ class TokenLog:
         """A turn is about to be sampled after `prompt_ids`, its new tokens."""
         ids = np.asarray(prompt_ids, "<i4").tobytes()
         with self._appending():
-            if (lane := self._lanes.get(session)) is not None:
-                self._lane_position[lane] = 0
-                slot = int(self._lane_slot[lane])
-                self._append(Kind.BEGIN, ints("III", slot, turn, int(new_branch)) + ids)
+            if (slot := self._lanes.slot(session)) is not None:
+                self._lanes.begin_turn(session)
+                self._append(Kind.BEGIN, ints("III", slot, turn, int(new_branch)), ids)
 
-    def turn(self, session: str, turn: int, tokens: int, finish: FinishReason) -> None:
-        """A turn was sampled to its end; it has `tokens` tokens."""
-        self._about(session, Kind.TURN, ints("III", turn, tokens, FINISHES.index(finish)))
+    def turn(
+        self,
+        session: str,
+        turn: int,
+        tokens: int,
+        finish: FinishReason,
+        replay_starts: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """A turn of `tokens` tokens was sampled to its end, after prefills that began at these places."""
+        starts = np.array(replay_starts, "<u4").tobytes()
+        self._about(session, Kind.TURN, ints("III", turn, tokens, FINISHES.index(finish)) + starts)
 
     def result(self, session: str, turn: int, number: int, message: Message) -> None:
         """The result of the turn's tool call `number` (0-based)."""
         body = json.dumps(codec.message_to_json(message)).encode()
         self._about(session, Kind.RESULT, ints("II", turn, number) + body)
 
+    def place(self, session: str, place: SandboxPlace) -> None:
+        """Where the sample's own sandbox stands now; the last such record counts."""
+        self._about(session, Kind.PLACE, json.dumps(asdict(place)).encode())
+
     def end(self, session: str, trajectory: Trajectory) -> None:
         """A sample ended; its whole result is kept until it is consumed."""
-        body = json.dumps(codec.trajectory_to_json(trajectory)).encode()
+        parts = codec.trajectory_to_parts(trajectory)
         with self._appending():
-            lane, self._route = self._lanes.pop(session, None), None
-            if lane is not None:
-                self._free.append(lane)
-                slot = int(self._lane_slot[lane])
+            if (slot := self._lanes.close(session)) is not None:
                 self._live.discard(slot)
                 self._ended.add(slot)
-                self._append(Kind.END, ints("I", slot) + body)
+                self._append(Kind.END, ints("I", slot), *parts)
 
     def consumed(self, keys: Iterable[TrajectoryKey]) -> None:
         """These samples will never be asked for again; keys that the log does not know are ignored."""
@@ -150,24 +159,12 @@ class TokenLog:
     def on_step(self, frame: StepFrame) -> None:
         """Appends the tokens of one decode step; the engine's step listener."""
         with self._appending():
-            route = self._route
-            if route is None or route.sessions != frame.sessions or route.turns != frame.turns:
-                route = self._route = _Route.of(frame, self._lanes, self._lane_slot)
-            lanes, rows = route.lanes, route.writer.rows
-            if lanes.size == 0:
-                return
-            rows["index"] = self._lane_position[lanes]
-            if route.repeats is None:
-                self._lane_position[lanes] += 1
-            else:
-                rows["index"] += route.repeats
-                np.add.at(self._lane_position, lanes, 1)
-            rows["token"] = frame.token_ids[route.known]
-            rows["logprob"] = frame.logprobs[route.known]
-            self._counts["tokens"] += lanes.size
-            self._counts["frames"] += 1
             self._raise_failure()
-            self._chunks.append(route.writer.record(frame.policy_version))
+            step, tokens = self._lanes.step(frame)
+            if step is not None:
+                self._counts["tokens"] += tokens
+                self._counts["frames"] += 1
+                self._records.append(step)
 
     # Writing it out.
 
@@ -180,8 +177,8 @@ class TokenLog:
         with self._io:
             with self._lock:
                 self._raise_failure()
-                chunks, self._chunks = self._chunks, []
-            self._write(b"".join(chunks), sync=self._fsync if sync is None else sync)
+                records, self._records = self._records, []
+            self._write(records, sync=self._fsync if sync is None else sync)
 
     @property
     def waits_for_disk(self) -> bool:
@@ -236,27 +233,15 @@ class TokenLog:
             self._slots[trajectory.key] = slot
             self._ended.add(slot)
 
-    def _open_lane(self, session: str, slot: int, position: int = 0) -> None:
-        assert session not in self._lanes, f"{session} is running already"
-        if not self._free:
-            grown = max(64, 2 * len(self._lane_slot))
-            self._free = list(range(grown - 1, len(self._lane_slot) - 1, -1))
-            self._lane_slot = np.resize(self._lane_slot, grown)
-            self._lane_position = np.resize(self._lane_position, grown)
-        lane = self._free.pop()
-        self._lane_slot[lane], self._lane_position[lane] = slot, position
-        self._route = None
-        self._lanes[session] = lane
-
     def _about(self, session: str, kind: Kind, payload: bytes) -> None:
         with self._appending():
-            if (lane := self._lanes.get(session)) is not None:
-                self._append(kind, ints("I", int(self._lane_slot[lane])) + payload)
+            if (slot := self._lanes.slot(session)) is not None:
+                self._append(kind, ints("I", slot), payload)
 
-    def _append(self, kind: Kind, payload: bytes) -> None:
+    def _append(self, kind: Kind, *payload: bytes) -> None:
         """Queues a record; the caller holds the lock."""
         self._raise_failure()
-        self._chunks.append(record(kind, payload))
+        self._records.append(record(kind, *payload))
 
     @contextmanager
     def _appending(self) -> Iterator[None]:
@@ -266,15 +251,14 @@ class TokenLog:
         if self._flush_s == 0:
             self.flush(sync=False)
 
-    def _write(self, data: bytes, *, sync: bool) -> None:
-        """Writes and rotates; the caller holds the write lock."""
+    def _write(self, records: Sequence[Unsealed], *, sync: bool) -> None:
+        """Adds the checksums, writes and rotates; the caller holds the write lock."""
+        buffers = [buffer for record in records for buffer in record.seal()]
         try:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[self._file.write(rest) :]
-            self._size += len(data)
-            self._counts["bytes"] += len(data)
-            self._counts["flushes"] += bool(data)
+            written = _write_all(self._file.fileno(), buffers)
+            self._size += written
+            self._counts["bytes"] += written
+            self._counts["flushes"] += bool(records)
             if sync:
                 os.fsync(self._file.fileno())
             if self._size >= self._segment_bytes:
@@ -304,7 +288,7 @@ class TokenLog:
     def _flush_forever(self) -> None:
         while not self._closing.wait(self._flush_s):
             try:
-                self.flush(sync=False)
+                self.flush()
             except TokenLogError:
                 return  # kept in `_failure`: the next append raises it
 
@@ -316,41 +300,19 @@ class TokenLog:
             ) from self._failure
 
 
-@dataclass(frozen=True, slots=True)
-class _Route:
-    """Which entries of a frame are logged and where; most steps have the sessions of the step before.
-
-    `known` selects the frame's logged entries, `writer` has their rows with slots and turns filled in,
-    `repeats` counts earlier entries of the same session (several tokens of one turn in a step), or is None.
-    """
-
-    sessions: Sequence[str]
-    turns: Sequence[int]
-    known: np.ndarray | slice
-    lanes: np.ndarray
-    writer: StepWriter
-    repeats: np.ndarray | None
-
-    @classmethod
-    def of(cls, frame: StepFrame, table: Mapping[str, int], slots: np.ndarray) -> _Route:
-        lanes = np.array([table.get(session, -1) for session in frame.sessions], np.int64)
-        found = np.flatnonzero(lanes >= 0)
-        lanes = lanes[found]
-        writer = StepWriter.of(len(lanes))
-        writer.rows["slot"] = slots[lanes]
-        writer.rows["turn"] = np.asarray(frame.turns, np.uint32)[found]
-        known = slice(None) if len(found) == len(frame.sessions) else found
-        repeats = _repeats(lanes) if len(np.unique(lanes)) < len(lanes) else None
-        return cls(list(frame.sessions), list(frame.turns), known, lanes, writer, repeats)
-
-
-def _repeats(lanes: np.ndarray) -> np.ndarray:
-    """For each entry, how many earlier entries are the same lane."""
-    order = np.argsort(lanes, kind="stable")
-    ordered = lanes[order]
-    ranks = np.empty(len(lanes), np.uint32)
-    ranks[order] = np.arange(len(lanes)) - np.searchsorted(ordered, ordered, "left")
-    return ranks
+def _write_all(file: int, buffers: Sequence[Buffer]) -> int:
+    """Writes buffers one after the other, without joining them; returns their bytes."""
+    total = 0
+    for first in range(0, len(buffers), _BUFFERS):
+        some = list(buffers[first : first + _BUFFERS])
+        size = sum(map(len, some))
+        done = os.writev(file, some)
+        if done < size:  # a disk that is nearly full, or a signal
+            rest = memoryview(b"".join(some))[done:]
+            while rest:
+                rest = rest[os.write(file, rest) :]
+        total += size
+    return total
 
 
 def _lock_folder(folder: Path) -> IO[str]:

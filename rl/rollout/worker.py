@@ -10,7 +10,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 
 from envs.base import Environment, Scaffold
@@ -29,9 +29,9 @@ from rl.engines.base import Engine
 from rl.rollout.assignment import Assignment, Purpose
 from rl.rollout.config import RolloutConfig, RolloutConfigError
 from rl.rollout.episode import Door, EpisodeRun, Surroundings
-from rl.rollout.faults import EpisodeEnded, Fault, boundary
+from rl.rollout.faults import EpisodeEnded, Fault, Interrupted, boundary
 from rl.rollout.latency import Delays
-from rl.rollout.sandboxes import Sandboxes
+from rl.rollout.sandboxes import Sandboxes, stateless
 from rl.rollout.state import LoggedSample
 from rl.rollout.wal import TokenLog
 
@@ -90,7 +90,7 @@ class Worker:
         self.env, self.scaffold = env, scaffold
         self._engine, self._log, self._config = engine, log, config
         self._reward: Reward = reward if reward is not None else env.score
-        needed = sandboxes if env.sandbox is not None else None
+        self.sandboxes = needed = sandboxes if env.sandbox is not None else None
         turns = max_turns or env.max_turns
         self._logged = Surroundings(
             env, engine, chat, needed, log, turns, config.max_total_tokens, delays, door
@@ -128,8 +128,8 @@ class Worker:
         self, episode: EpisodeRun, recovered: LoggedSample | None
     ) -> tuple[StopReason, ErrorInfo | None]:
         try:
-            async with asyncio.timeout(self._config.deadline_s):
-                stop = await self._play(episode, recovered)
+            async with asyncio.timeout(self._config.deadline_s) as limit:
+                stop = await self._play(episode, recovered, limit)
         except Fault as fault:
             return StopReason.ERROR, fault.info
         except TimeoutError:
@@ -139,21 +139,33 @@ class Worker:
             return stop, ErrorInfo(Boundary.SCAFFOLD, "StopReason", "the scaffold gave up with an error")
         return stop, None
 
-    async def _play(self, episode: EpisodeRun, recovered: LoggedSample | None) -> StopReason:
-        with boundary(Boundary.SANDBOX):
-            async with AsyncExitStack() as stack:
-                return await self._in_sandbox(episode, recovered, stack)
-
-    async def _in_sandbox(
-        self, episode: EpisodeRun, recovered: LoggedSample | None, stack: AsyncExitStack
+    async def _play(
+        self, episode: EpisodeRun, recovered: LoggedSample | None, limit: asyncio.Timeout
     ) -> StopReason:
-        sandboxes = self._logged.sandboxes
-        if sandboxes is not None and not self._logged.stateless:
-            self._refuse_lost_state(episode, recovered)
-            episode.box = await stack.enter_async_context(sandboxes.own(episode.session))
-            stack.push_async_callback(self._cleanup, episode)
+        if self.sandboxes is None or stateless(self.env):
+            return await self._drive(episode)
+        place, logged = recovered and recovered.place, episode.logged
+        with boundary(Boundary.SANDBOX):
+            async with self.sandboxes.own(episode.session, place, lasting=logged) as own:
+                episode.work.own = own
+                try:
+                    return await self._in_own_sandbox(episode, recovered)
+                except (asyncio.CancelledError, Interrupted):
+                    own.keep = logged and not limit.expired()  # for whoever goes on with the sample
+                    raise
+                finally:
+                    if not own.keep:
+                        await self._cleanup(episode)
+
+    async def _in_own_sandbox(self, episode: EpisodeRun, recovered: LoggedSample | None) -> StopReason:
+        """Plays the episode; the sandbox of a recovered one is needed only by the first call not logged.
+
+        An agent program has it from its start, and is run again from there: the log answers its requests.
+        """
+        program = self.scaffold.name == "external"
+        if recovered is None or program:
             with boundary(Boundary.ENVIRONMENT):
-                await self.env.setup(episode.task, episode.box)
+                await episode.work.prepare(anew=recovered is not None and recovered.place is not None)
         return await self._drive(episode)
 
     async def _drive(self, episode: EpisodeRun) -> StopReason:
@@ -170,17 +182,10 @@ class Worker:
             raise cause
         return episode.ended or stop
 
-    def _refuse_lost_state(self, episode: EpisodeRun, recovered: LoggedSample | None) -> None:
-        if recovered is None:
-            return
-        parse, tools = self._logged.chat.parse, episode.chat_tools
-        closed = [turn for turn in recovered.turns if turn.finish is not None]
-        if any(parse(turn.token_ids, tools=tools).message.get("tool_calls") for turn in closed):
-            episode.lost_sandbox()
-
     async def _cleanup(self, episode: EpisodeRun) -> None:
-        with boundary(Boundary.ENVIRONMENT):
-            await self.env.cleanup(episode.task, episode.box)
+        if (box := episode.work.box) is not None:
+            with boundary(Boundary.ENVIRONMENT):
+                await self.env.cleanup(episode.task, box)
 
     async def _judged(
         self,

@@ -14,35 +14,47 @@ from dataclasses import dataclass
 from typing import Any
 
 from model.chat import Prompt
+from model.vision import TokenType
+from rl.engines.base import Completion
 from rl.serve.messages import Message, Messages, identity, reasoning_of
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Node:
     """One sampled turn: what was new before it, its ids, and where it may be continued.
 
     Attributes:
         parent: The turn before it in the same conversation.
         prompt: New tokens since the parent's turn; the whole prompt without a parent.
-        completion_ids: The sampled tokens.
+        completion: The sampled tokens.
+        message: How it was read, with what made it unreadable as `parse_error`.
         branch: Names the run of turns that it ends.
         open: Whether its ids end a turn, so that something can be appended.
         calls: Ids of its tool calls, in order.
         reasonings: What was thought in each turn up to this one.
+        number: Counts the turns of a session.
+        continued: Whether its branch went on after it; whoever continues it again begins another.
     """
 
     parent: Node | None
     prompt: Prompt
-    completion_ids: tuple[int, ...]
+    completion: Completion
+    message: Message
     branch: str
     open: bool
     calls: tuple[str, ...]
     reasonings: tuple[str, ...]
+    number: int = 0
+    continued: bool = False
 
     @property
     def size(self) -> int:
         """Tokens that it holds by itself."""
-        return len(self.prompt.token_ids) + len(self.completion_ids)
+        return len(self.prompt.token_ids) + len(self.completion.token_ids)
+
+    def before(self) -> Prompt:
+        """All ids before its own sampled ones."""
+        return self.prompt if self.parent is None else join(self.parent.history(), self.prompt)
 
     def history(self) -> Prompt:
         """All ids up to its end, with the images among them."""
@@ -54,7 +66,8 @@ class Node:
         result = Prompt([], [])
         for one in reversed(line):
             result = join(result, one.prompt)
-            result = join(result, Prompt(list(one.completion_ids), [-1] * len(one.completion_ids)))
+            ids = list(one.completion.token_ids)
+            result = join(result, Prompt(ids, [int(TokenType.TEXT)] * len(ids)))
         return result
 
 
@@ -79,6 +92,10 @@ class Conversations:
         self._most, self._tokens = most_tokens, 0
         self._nodes: OrderedDict[Node, list[bytes]] = OrderedDict()
         self._by_key: defaultdict[bytes, list[Node]] = defaultdict(list)
+
+    def __iter__(self) -> Iterator[Node]:
+        """Yields the turns, the one used longest ago first."""
+        return iter(list(self._nodes))
 
     def __len__(self) -> int:
         return len(self._nodes)

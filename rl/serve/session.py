@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from envs.types import FinishReason
-from model.chat import ChatError, ChatFormat, Prompt
+from model.chat import ChatError, ChatFormat, ParsedTurn, Prompt
 from model.engine.sampler import SamplingParams
 from model.images import ImageError, ImageReader
 from rl.engines.base import Completion, EngineError
@@ -57,6 +57,13 @@ class _Start:
     parent: Node | None
     prompt: Prompt
     history: Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    request: ChatRequest
+    effort: int | None
+    start: _Start
 
 
 class Session:
@@ -116,7 +123,8 @@ class Session:
             size = len(start.history.token_ids)
             if size >= self._voice.context:
                 raise overflow(size, self._voice.context)
-            work = [self._choice(request, effort, start, i, show) for i in range(request.n)]
+            asked = _Asked(request, effort, start)
+            work = [self._choice(asked, i, show) for i in range(request.n)]
             choices = await _one_by_one(work) if self._voice.alone else await _together(work)
         return Answer(tuple(choices), size)
 
@@ -147,16 +155,17 @@ class Session:
         except (ChatError, ImageError) as error:
             raise ApiError(str(error), param="messages", code="invalid_value") from error
 
-    async def _choice(
-        self, request: ChatRequest, effort: int | None, start: _Start, index: int, show: ShowChoice | None
-    ) -> Choice:
+    async def _choice(self, asked: _Asked, index: int, show: ShowChoice | None) -> Choice:
+        request, start = asked.request, asked.start
         shown = None if show is None else lambda delta: show(index, delta)
         reader = TurnReader(self._chat, request.tools, request.stops, shown)
         room = self._voice.context - len(start.history.token_ids)
+        parent = start.parent
+        goes_on = parent is not None and not parent.continued
         turn = Turn(
             start.history,
             len(start.prompt.token_ids),
-            start.parent.branch if start.parent is not None and index == 0 else "",
+            parent.branch if parent is not None and goes_on else "",
             SamplingParams(
                 temperature=request.temperature,
                 top_p=request.top_p,
@@ -167,71 +176,67 @@ class Session:
             ),
             request.tools,
         )
+        if parent is not None:
+            parent.continued = True
+        try:
+            spoken = await self._speak(turn, reader)
+        except BaseException:
+            if parent is not None and goes_on:
+                parent.continued = False
+            raise
+        choice = self._heard(asked, reader, spoken)
+        if shown is not None and (calls := choice.message.get("tool_calls")):
+            shown({"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]})
+        return choice
+
+    async def _speak(self, turn: Turn, reader: TurnReader) -> Spoken:
         try:
             spoken = await self._voice.speak(turn, reader.feed if reader.wants_tokens else None)
         except EngineError as error:
             raise of_engine(error) from error
         if spoken.completion.finish is FinishReason.ABORT:
             raise ApiError("the engine ends: the turn was broken off", status=503, kind="server_error")
-        return self._heard(request, effort, start, reader, spoken, shown)
+        return spoken
 
-    def _heard(
-        self,
-        request: ChatRequest,
-        effort: int | None,
-        start: _Start,
-        reader: TurnReader,
-        spoken: Spoken,
-        shown: Callable[[dict[str, Any]], None] | None,
-    ) -> Choice:
+    def _heard(self, asked: _Asked, reader: TurnReader, spoken: Spoken) -> Choice:
         """Reads a sampled turn, remembers it, and returns the answer."""
-        completion = spoken.completion
-        parsed = reader.finish(completion.token_ids)
-        whole = completion.finish is FinishReason.STOP and not reader.stopped
+        parsed = reader.finish(spoken.completion.token_ids)
+        whole = spoken.completion.finish is FinishReason.STOP and not reader.stopped
         number, self._number = self._number, self._number + 1
-        message: Message = {"role": "assistant", "content": reader.content if reader.stopped else ""}
-        if whole:
-            message |= parsed.message
-        elif not reader.stopped:
-            message["content"] = reader.content
-        if reader.reasoning and "reasoning_content" not in message:
-            message["reasoning_content"] = reader.reasoning
-        calls = message.get("tool_calls", []) if whole else []
-        message.pop("tool_calls", None)
-        if calls:
-            message["tool_calls"] = [{**call, "id": f"call_{number}_{i}"} for i, call in enumerate(calls)]
-        if whole and parsed.parse_error:
-            message["parse_error"] = parsed.parse_error
-        self._remember(request, effort, start, reader, spoken, message, whole)
-        finish = "tool_calls" if calls else "stop" if whole or reader.stopped else "length"
-        if shown is not None and calls:
-            shown({"tool_calls": [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]})
-        return Choice(message, finish, completion)
-
-    def _remember(
-        self,
-        request: ChatRequest,
-        effort: int | None,
-        start: _Start,
-        reader: TurnReader,
-        spoken: Spoken,
-        message: Message,
-        whole: bool,
-    ) -> None:
+        message = _message(reader, parsed if whole else None, number)
         calls = tuple(call["id"] for call in message.get("tool_calls", ()))
-        before = start.parent.reasonings if start.parent is not None else ()
-        thought = message.get("reasoning_content", "")
+        parent = asked.start.parent
         node = Node(
-            start.parent,
-            start.prompt,
-            spoken.completion.token_ids,
+            parent,
+            asked.start.prompt,
+            spoken.completion,
+            message,
             spoken.branch,
             whole,
             calls,
-            (*before, thought),
+            (*(parent.reasonings if parent is not None else ()), message.get("reasoning_content", "")),
+            number,
         )
-        streamed = {**message, "content": reader.content}
-        self.conversations.add(node, request.messages, (message, streamed), request.tools, effort)
+        seen = (message, {**message, "content": reader.content})  # whole, and as streamed
+        request = asked.request
+        self.conversations.add(node, request.messages, seen, request.tools, asked.effort)
+        finish = "tool_calls" if calls else "stop" if whole or reader.stopped else "length"
+        return Choice(message, finish, spoken.completion)
+
+
+def _message(reader: TurnReader, parsed: ParsedTurn | None, number: int) -> Message:
+    """A turn as its caller gets it; without `parsed` it was cut, and there is what could be read."""
+    message: Message = {"role": "assistant", "content": reader.content}
+    if reader.reasoning:
+        message["reasoning_content"] = reader.reasoning
+    if parsed is None:
+        return message
+    message |= {name: value for name, value in parsed.message.items() if name != "tool_calls"}
+    if calls := parsed.message.get("tool_calls"):
+        message["tool_calls"] = [{**call, "id": f"call_{number}_{i}"} for i, call in enumerate(calls)]
+    if parsed.parse_error:
+        message["parse_error"] = parsed.parse_error
+    return message
 
 
 async def _one_by_one(work: Sequence[Any]) -> list[Choice]:

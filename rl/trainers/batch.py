@@ -12,6 +12,7 @@ from envs.types import Group, Missing, Trajectory
 from rl.algorithms import AlgorithmConfig
 from rl.algorithms.advantages import compute
 from rl.algorithms.aggregation import sequence_weights
+from rl.trainers.choices import ReplayChoices
 from rl.trainers.data import Sample, trajectory_samples
 
 
@@ -56,11 +57,12 @@ def build_batch(
     version: int,
     min_version: int = 0,
     recovered_groups: int = 0,
+    replay: ReplayChoices = "selections",
 ) -> Batch:
     """Computes advantages and turns what can be learned from into samples.
 
     Tokens of versions below `min_version` are not trained. Groups numbered below `recovered_groups` may hold
-    tokens of weights that no longer exist and never count as fresh.
+    tokens of weights that no longer exist and never count as fresh. `replay` names the choices to repeat.
 
     Raises:
         NonFiniteAdvantageError: A reward or advantage is not a number; names the trajectories.
@@ -81,7 +83,7 @@ def build_batch(
     for trajectory, owner, value, keep in zip(trajectories, owners, result.values, result.keep, strict=True):
         if keep:
             fresh = trajectory.key.group >= recovered_groups and _is_fresh(trajectory, version)
-            samples = trajectory_samples(trajectory, float(value), max_tokens=max_tokens)
+            samples = trajectory_samples(trajectory, float(value), max_tokens=max_tokens, replay=replay)
             candidates += [
                 (s, owner, fresh) for sample in samples if (s := _without_old(sample, min_version))
             ]

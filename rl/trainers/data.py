@@ -18,6 +18,7 @@ import numpy as np
 from envs.base import Environment
 from envs.types import Message, Role, Task, ToolSpec, Trajectory, Turn
 from model.choices import Choices, SamplingMask
+from rl.trainers.choices import ReplayChoices, branch_choices, branch_mask
 
 Columns = tuple[list[int], list[bool], list[float], list[int]]
 
@@ -110,8 +111,11 @@ def trajectory_samples(
     *,
     max_tokens: int | None = None,
     config_version: int = 0,
+    replay: ReplayChoices = "selections",
 ) -> list[Sample]:
     """One sample per branch of a trajectory; the advantage is that of the whole trajectory.
+
+    `replay` names the recorded choices that training repeats. What each token was drawn from is always kept.
 
     A branch that repeats the history of another holds it in its prompt, so no token is trained twice.
     Branches in which nothing was sampled (or all that was is cut off at `max_tokens`) give no sample.
@@ -126,6 +130,7 @@ def trajectory_samples(
         keep = np.asarray(mask[:max_tokens], dtype=bool)
         if not keep.any():
             continue
+        choices, kept = branch_choices(branch, replay), branch_mask(branch)
         samples.append(
             Sample(
                 token_ids=np.asarray(ids[:max_tokens], dtype=np.int32),
@@ -139,6 +144,8 @@ def trajectory_samples(
                 effort=trajectory.key.effort,
                 config_version=config_version,
                 truncated=max_tokens is not None and len(ids) > max_tokens,
+                choices=None if choices is None else choices.first(len(keep)),
+                sampling_mask=None if kept is None else kept[: len(keep)],
                 replay_starts=tuple(start for turn in branch for start in turn.replay_starts),
             )
         )

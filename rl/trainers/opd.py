@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from rl.algorithms import AlgorithmConfig, LossInputs, objective
 from rl.algorithms.linear import linear_logprobs, linear_reverse_kl
 from rl.algorithms.opd import sampled_advantages
 from rl.trainers.base import Trainer
-from rl.trainers.optim import OptimizerConfig
+from rl.trainers.optim import OptimizerConfig, require_at_least
 from rl.trainers.packing import MicroBatch, micro_batches
 from rl.trainers.teachers import TaughtSample, Teachers
 
@@ -28,13 +29,42 @@ def _optimizer() -> OptimizerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OPDConfig:
-    """Settings of the distillation.
+class TeacherConfig:
+    """One teacher, and the samples it is chosen for.
 
     Attributes:
+        path: a run (its newest checkpoint), `RUN@STEP`, or a policy's folder. Of any width, with the
+            student's
+            tokenizer.
+        envs: environments, by their names in the run, whose samples it teaches.
+        tasks: patterns of task ids (`calc/9*`) that it teaches, before any teacher chosen by environment.
+            With
+            neither, it teaches what no other does.
+        weight: of its samples in the loss.
+    """
+
+    path: str
+    envs: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ()
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ValueError("a teacher needs a path: a run, RUN@STEP, or the folder of a policy")
+        if not (math.isfinite(self.weight) and self.weight >= 0):
+            raise ValueError(f"the weight of teacher {self.path} is {self.weight}; it is 0 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OPDConfig:
+    """Settings of the distillation. With `teachers`, a run distils where it would reinforce.
+
+    Attributes:
+        teachers: by a name of your choice; they and their weights can be changed while the run is going
+            (`distillation.yaml` in its folder).
         steps: optimiser steps, which a decaying schedule spans.
         objective: `exact` reverse KL over the vocabulary, or `sampled`: its one-token estimate as advantage.
-        weights: weight of each teacher's samples; 1 where not named.
+        store: where the teachers' hidden states wait for the loss: `memory`, or files of the run (`disk`).
         temperature: the sampler's.
         token_budget: most tokens of a micro-batch.
         optimizer: rates and schedule.
@@ -43,9 +73,10 @@ class OPDConfig:
         indexer_coef: weight of the indexers' KL loss.
     """
 
+    teachers: dict[str, TeacherConfig] = field(default_factory=dict)
     steps: int = 100
-    objective: str = "exact"
-    weights: Mapping[str, float] = field(default_factory=dict)
+    objective: Literal["exact", "sampled"] = "exact"
+    store: Literal["memory", "disk"] = "memory"
     temperature: float = 1.0
     token_budget: int = 8192
     optimizer: OptimizerConfig = field(default_factory=_optimizer)
@@ -56,8 +87,12 @@ class OPDConfig:
     def __post_init__(self) -> None:
         if self.objective not in ("exact", "sampled"):
             raise ValueError(f"objective is {self.objective!r}; it is 'exact' or 'sampled'")
-        if self.temperature <= 0 or min(self.weights.values(), default=0.0) < 0:
-            raise ValueError("temperature must be positive and the teachers' weights not negative")
+        if self.store not in ("memory", "disk"):
+            raise ValueError(f"store is {self.store!r}; it is 'memory' or 'disk'")
+        if self.temperature <= 0:
+            raise ValueError(f"temperature is {self.temperature}; samples to learn from are drawn above 0")
+        require_at_least(self, 1, "steps", "token_budget")
+        require_at_least(self, 0, "balance_coef", "indexer_coef")
 
 
 class OPDTrainer(Trainer):
@@ -65,7 +100,13 @@ class OPDTrainer(Trainer):
 
     kind: ClassVar[str] = "opd"
 
-    def __init__(self, policy: Policy, config: OPDConfig, teachers: Teachers) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        config: OPDConfig,
+        teachers: Teachers,
+        weights: Mapping[str, float] | None = None,
+    ) -> None:
         super().__init__(
             policy,
             config.optimizer,
@@ -77,6 +118,8 @@ class OPDTrainer(Trainer):
             indexer_coef=config.indexer_coef,
         )
         self.config, self.teachers = config, teachers
+        self.weights = dict(weights or {})
+        """Weight of each teacher's samples; 1 where not named."""
 
     def step(self, taught: Sequence[TaughtSample]) -> dict[str, float]:
         """Takes one step; the loss is the mean over all trained tokens, each times its teacher's weight.
@@ -100,7 +143,7 @@ class OPDTrainer(Trainer):
                 PackedTokens(micro.token_ids, micro.cu_seqlens), indexer_loss=self.indexer_loss
             )
             loss, values = self._loss(name, items, micro, output)
-            loss = self.config.weights.get(name, 1.0) * loss / trained
+            loss = self.weights.get(name, 1.0) * loss / trained
             self.require_finite(loss.detach(), [item.sample for item in items], "loss")
             extra = self.auxiliary_loss(output.aux, len(items) / len(taught), len(micro.token_ids) / tokens)
             (loss + extra).backward()

@@ -16,6 +16,7 @@ from model.policy import Policy
 from rl.algorithms import AlgorithmConfig, LossInputs, objective
 from rl.trainers.base import Trainer
 from rl.trainers.batch import Batch, build_batch
+from rl.trainers.choices import ReplayChoices
 from rl.trainers.draft import DraftConfig
 from rl.trainers.forward import TokenOutputs, token_outputs
 from rl.trainers.measure import Measures
@@ -42,6 +43,9 @@ class RLConfig:
         indexer_coef: weight of the indexers' KL loss; 0 leaves the indexers untrained.
         draft: training of the drafter beside it.
         scales_every: steps between counts of block scales at their limits (`quant/train/...`); 0: never.
+        replay_choices: which of the sampler's choices the engine records and the forward pass repeats: none
+            (off), expert ids (experts), or also the keys that attention selected (selections, which takes
+            some hundred numbers a token and layer).
     """
 
     steps: int = 200
@@ -54,6 +58,7 @@ class RLConfig:
     indexer_coef: float = 0.0
     draft: DraftConfig = field(default_factory=DraftConfig)
     scales_every: int = 10
+    replay_choices: ReplayChoices = "experts"
 
     def __post_init__(self) -> None:
         require_at_least(self, 0, "steps", "balance_coef", "indexer_coef", "scales_every")
@@ -119,6 +124,7 @@ class RLTrainer(Trainer):
             version=self.version,
             min_version=min_version,
             recovered_groups=self.recovered_groups,
+            replay=self.config.replay_choices,
         )
         measures = Measures()
         updated: dict[str, float] = {}

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from model.policy import PackedTokens, Policy
 from rl.trainers.data import Sample
+from rl.trainers.hidden_store import HiddenStore
 from rl.trainers.packing import micro_batches
 
 
@@ -46,10 +47,19 @@ class Teachers:
         vocab_size: the student's.
         token_budget: most tokens of a micro-batch.
         fake_quant: whether the teachers round their keys as caches store them.
+        store: where hidden states wait; None keeps them in memory.
     """
 
-    def __init__(self, vocab_size: int, *, token_budget: int = 8192, fake_quant: bool = True) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        token_budget: int = 8192,
+        fake_quant: bool = True,
+        store: HiddenStore | None = None,
+    ) -> None:
         self._vocab_size, self._token_budget, self._fake_quant = vocab_size, token_budget, fake_quant
+        self.store = store or HiddenStore(None)
         self._loaders: dict[str, Callable[[], Policy]] = {}
         self._loaded: dict[str, Policy] = {}
 
@@ -99,7 +109,7 @@ class Teachers:
                 counts = torch.bincount(batch.segment_ids[positions], minlength=len(batch.indices)).tolist()
                 rows = hidden[positions - 1].float().cpu().split(counts)
                 for index, states in zip(batch.indices, rows, strict=True):
-                    out[index] = states.numpy()
+                    out[index] = self.store.put(states.numpy())
         return out
 
     def _policy(self, name: str) -> Policy:

@@ -32,6 +32,7 @@ FIGURES = (
     ("trainer idle", "sys/idle.trainer"),
     ("rollout idle", "sys/idle.rollout"),
     ("loss", "sft/loss"),
+    ("teacher KL", "opd/kl"),
 )
 
 

@@ -7,6 +7,7 @@ tokens of older versions, prompts and observations carried no loss.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from rl.rollout.codec import task_from_json, task_to_json, trajectory_from_json,
 from rl.watch.metrics import TrainingBatch
 
 FOLDER = "rollouts"
-_FAILED = "failed.jsonl"
+_FAILED, _DISPATCHED = "failed.jsonl", "dispatched.jsonl"
 
 
 class NoRolloutsError(ValueError):
@@ -45,6 +46,7 @@ class RolloutLog:
     def __init__(self, run: Path) -> None:
         self._folder = run / FOLDER
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._unsynced: list[Path] = []
 
     def step(self, step: int, batch: TrainingBatch) -> None:
         """Writes the samples of one optimiser step; a resumed run that repeats the step replaces them."""
@@ -60,11 +62,35 @@ class RolloutLog:
         partial = path.with_suffix(".partial")
         partial.write_text("\n".join(lines) + "\n" * bool(lines), encoding="utf-8")
         partial.replace(path)
+        self._unsynced.append(path)
+
+    def dispatched(self, group: int, task: str, effort: int) -> None:
+        """Appends which task a group has; groups stand in the order in which they were dispatched.
+
+        A resumed run dispatches those again that its checkpoint does not know: they stand there twice.
+        """
+        with (self._folder / _DISPATCHED).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"group": group, "task": task, "effort": effort}) + "\n")
+
+    def sync(self) -> None:
+        """Waits until all that was written is on disk."""
+        paths, self._unsynced = [*self._unsynced, *self._folder.glob("*ed.jsonl"), self._folder], []
+        for path in paths:
+            sync(path)
 
     def failed(self, trajectory: Trajectory) -> None:
         """Appends a sample that could not be used, with its error."""
         with (self._folder / _FAILED).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"min_version": 0, "trajectory": trajectory_to_json(trajectory)}) + "\n")
+
+
+def sync(path: Path) -> None:
+    """Waits until a file or folder is on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def steps(run: Path) -> list[int]:

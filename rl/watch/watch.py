@@ -20,7 +20,7 @@ from rl.watch.alarms import Alarms
 from rl.watch.console import Screen, open_screen
 from rl.watch.jsonl import FILE_NAME, JsonlLog, row
 from rl.watch.metrics import TrainingBatch, split_families
-from rl.watch.rollouts import RolloutLog
+from rl.watch.rollouts import RolloutLog, sync
 from rl.watch.status import Status, write_status
 from rl.watch.wandb_log import WandbLog, WandbSettings
 
@@ -35,7 +35,7 @@ class Watch:
         wandb: The W&B log.
         screen: The terminal.
         alarms: The rules to check.
-        total_steps: Optimiser steps of reinforcement, for the time left.
+        total_steps: Optimiser steps after the warm start, for the time left.
     """
 
     def __init__(self, run: Path, wandb: WandbLog, screen: Screen, alarms: Alarms, total_steps: int) -> None:
@@ -91,6 +91,16 @@ class Watch:
             self._failed += 1
             self._status.failed += 1
             self._rollouts.failed(trajectory)
+
+    def dispatched(self, group: int, task: str, effort: int) -> None:
+        """Keeps which task a group has that starts now."""
+        with self._lock:
+            self._rollouts.dispatched(group, task, effort)
+
+    def sync(self) -> None:
+        """Waits until numbers and samples are on disk; a checkpoint that has used them comes after it."""
+        self._rollouts.sync()
+        sync(self._run / FILE_NAME)
 
     def close(self, outcome: str, exit_code: int = 0) -> None:
         """Ends the report; `outcome` (finished, failed: why, interrupted) stands in STATUS.md."""
@@ -160,5 +170,5 @@ def open_watch(folder: RunFolder, config: RunConfig) -> Watch:
     log = WandbLog(settings, as_plain(config), screen.note)
     screen.note(f"W&B is {log.mode}; all numbers are in {folder.path / FILE_NAME}")
     return Watch(
-        folder.path, log, screen, Alarms(staleness_bound=config.rollout.staleness), config.trainer.steps
+        folder.path, log, screen, Alarms(staleness_bound=config.rollout.staleness), config.learning_steps
     )

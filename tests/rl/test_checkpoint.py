@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,9 +52,45 @@ def test_a_half_written_folder_is_not_a_checkpoint(tmp_path: Path) -> None:
         raise OSError("disk full")
 
     store.save(1, STATE)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(CheckpointError, match=r"disk full.*make room.*newest one is that of step 1"):
         store.save(2, STATE, fail)
     assert store.latest().step == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
+def test_a_disk_without_room_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    CheckpointStore(tmp_path).save(1, STATE)
+    code = (
+        "import resource, sys; from pathlib import Path; import torch\n"
+        "from rl.checkpoint import CheckpointStore\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))\n"
+        "CheckpointStore(Path(sys.argv[1]), keep=1).save(1, {'w': torch.zeros(1 << 16)})"
+    )
+    failed = subprocess.run(
+        [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=False
+    )
+    assert failed.returncode == 1
+    assert "CheckpointError: the checkpoint of step 1 cannot be written" in failed.stderr
+    assert "make room" in failed.stderr
+    assert CheckpointStore(tmp_path).latest().load_state()["step"] == 3
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(
+        CheckpointError, match=r"step 1 cannot be written to .*checkpoints.*there is none yet"
+    ):
+        CheckpointStore(tmp_path / "checkpoints").save(1, STATE)
+
+
+def test_a_killed_writer_leaves_nothing_that_the_next_one_keeps(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    store.save(4, STATE)
+    (tmp_path / ".step-8.partial").mkdir()
+    (tmp_path / ".step-4.old").mkdir()
+    store.save(4, {"again": True})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-4"]
+    assert store.latest().load_state() == {"again": True}
 
 
 def test_all_damaged_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:

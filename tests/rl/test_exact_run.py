@@ -14,7 +14,7 @@ async def test_the_switch_reaches_trainer_and_sampler(exact, tmp_path, monkeypat
     )
     learner = Learner(config, tmp_path / "checkpoints")
     assert not learner.policy.exact  # demonstrations are compared with no sampler
-    learner.begin_reinforcement()
+    learner.begin_learning()
     assert learner.policy.exact is exact
     made = []
     policy = build.policy

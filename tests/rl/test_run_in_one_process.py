@@ -91,3 +91,9 @@ def test_sampler_and_trainer_agree_on_the_final_weights(tmp_path: Path) -> None:
     train(tmp_path)
     assert max(metrics(tmp_path / "plain", "eval/calc/kl.mismatch.median")) <= 1e-5
     assert max(metrics(tmp_path / "plain", "eval/calc/kl.mismatch.share_over_1e-3")) <= 0.02
+
+
+@pytest.mark.slow
+def test_truncated_sampling_is_trained_on_what_it_was_drawn_from(tmp_path: Path) -> None:
+    train(tmp_path, "engine.top_p=0.9", "engine.top_k=12", "rollout=sync")
+    assert max(metrics(tmp_path / "plain", "eval/calc/kl.mismatch.median")) <= 1e-5

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from model.chat import nano_chat
 from model.engine.sampler import SamplingParams
 from rl.engines.base import Completion, GenerateRequest, StepFrame, StepListener
 from rl.rollout.assignment import Assignment, Purpose
+from rl.rollout.state import SandboxPlace
 from sandbox.types import ExecResult
 
 Plan = Callable[[GenerateRequest], Sequence[int]]
@@ -126,6 +128,19 @@ class PythonBox:
         return await asyncio.to_thread(call)
 
 
+class OwnBox:
+    """A box of a trajectory's own that is always there and remembers nothing."""
+
+    place = SandboxPlace("python-box", 1, 0)
+
+    def __init__(self, box: Any) -> None:
+        self.box = box
+        self.rebuilt = self.keep = False
+
+    async def open(self, error: Exception | None = None) -> Any:
+        return self.box
+
+
 class Boxes:
     """Lends boxes and counts what is out; `fail` is raised instead of lending when it is set."""
 
@@ -134,6 +149,7 @@ class Boxes:
         self.out = 0
         self.lent = 0
         self.own_sessions: list[str] = []
+        self.counts: Counter[str] = Counter()
         self.fail: Exception | None = None
 
     @asynccontextmanager
@@ -148,10 +164,18 @@ class Boxes:
             self.out -= 1
 
     @asynccontextmanager
-    async def own(self, session: str) -> AsyncIterator[Any]:
+    async def own(
+        self, session: str, place: SandboxPlace | None = None, *, lasting: bool = True
+    ) -> AsyncIterator[Any]:
         self.own_sessions.append(session)
         async with self.shared() as box:
-            yield box
+            yield OwnBox(box)
+
+    async def park(self) -> None:
+        pass
+
+    async def discard(self, place: SandboxPlace) -> None:
+        pass
 
 
 def calc_assignment(

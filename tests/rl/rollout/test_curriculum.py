@@ -15,7 +15,7 @@ from rl.rollout.curriculum import (
     frontier,
     load_curriculum,
 )
-from rl.rollout.mixture import MixedStream
+from rl.rollout.mixture import Interleave, MixedStream
 
 
 def stream(function=frontier, tasks: int = 5, efforts: tuple[int, ...] = (50,)) -> CurriculumStream:
@@ -91,7 +91,7 @@ def test_choices_and_rates_survive_a_checkpoint() -> None:
 def test_samples_in_the_log_keep_their_task_whatever_the_function_would_choose_now() -> None:
     made = stream()
     tasks = list(made.rates)
-    mixed = MixedStream({"calc": made}, {"calc": 1.0})
+    mixed = MixedStream({"calc": made}, Interleave({"calc": 1.0}))
     mixed.pin([TrajectoryKey(tasks[4], 50, "tools", 7, 0)])
     assert mixed.draw(7)[0].id == tasks[4]
     with pytest.raises(CurriculumError, match="not in the curriculum's pool"):

@@ -20,7 +20,7 @@ from rl.rollout.config import RolloutConfig
 from rl.rollout.dispatch import Dispatcher, Ending, GroupPlan
 from rl.rollout.generator import Generator, GeneratorError
 from rl.rollout.resume import plan_resume, sample_id
-from rl.rollout.sandboxes import FleetSandboxes, Sandboxes
+from rl.rollout.sandboxes import FleetSandboxes, Sandboxes, lasting
 from rl.rollout.wal import TokenLog
 from rl.rollout.worker import Worker
 from rl.watch.metrics import split_families
@@ -267,7 +267,7 @@ async def test_the_real_engine_and_a_real_sandbox_run_calc(tmp_path: Path) -> No
     ) as fleet:
         env = envs.registry.load("calc")
         assert env.sandbox is not None
-        sandboxes = FleetSandboxes(fleet, env.sandbox, pool_size=1, lease_s=600.0)
+        sandboxes = FleetSandboxes(lasting(fleet), env.sandbox, pool_size=1, lease_s=600.0)
         scripted = calc_generator(log, ScriptedEngine(expert, log.on_step), sandboxes)
         await scripted.submit([calc_assignment(group=group, a=11 + group, b=97) for group in range(8)])
         done = await collect(scripted, 8)

@@ -61,7 +61,9 @@ def logged(folder: Path, copy: Path) -> dict[TrajectoryKey, list[Tokens]]:
     log.close()
     assert log.recovery.lost_tokens == 0
     return {
-        sample.assignment.key: [(turn.token_ids, turn.completion.logprobs) for turn in sample.turns]
+        sample.assignment.key: [
+            (turn.token_ids, tuple(turn.tokens.logprobs.tolist())) for turn in sample.turns
+        ]
         for sample in log.recovery.unfinished.values()
     }
 

@@ -15,7 +15,7 @@ SHARES = st.dictionaries(st.sampled_from("abcdef"), st.floats(0.01, 100), min_si
 
 def stream(shares: dict[str, float], efforts: tuple[int, ...] = (50,)) -> MixedStream:
     sources = {name: TaskStream(envs.registry.load(name), "train", 3, efforts) for name in shares}
-    return MixedStream(sources, shares)
+    return MixedStream(sources, Interleave(shares))
 
 
 @settings(deadline=None)

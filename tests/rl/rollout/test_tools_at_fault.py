@@ -11,7 +11,7 @@ import envs.scaffolds
 from envs.registry import build, env
 from envs.types import Score, Status, Task
 from rl.rollout.config import RolloutConfig
-from rl.rollout.sandboxes import FleetSandboxes
+from rl.rollout.sandboxes import FleetSandboxes, lasting
 from rl.rollout.worker import Worker
 from sandbox.base import Sandbox
 from sandbox.client import Fleet
@@ -55,7 +55,7 @@ async def test_a_tool_at_fault_is_cut_short_and_the_sample_goes_on(
     async with await Fleet.connect("local", backend="bubblewrap", state_dir=tmp_path, owner="test") as fleet:
         environment = build("faulty", faulty, {})
         assert environment.sandbox is not None
-        boxes = FleetSandboxes(fleet, environment.sandbox, pool_size=1, lease_s=600.0)
+        boxes = FleetSandboxes(lasting(fleet), environment.sandbox, pool_size=1, lease_s=600.0)
         scaffold = envs.scaffolds.load("tools")
         worker = Worker(environment, scaffold, engine, CHAT, boxes, None, None, RolloutConfig())
         trajectory = await worker.run(calc_assignment(environment="faulty"))

@@ -74,8 +74,8 @@ def test_a_partial_turn_comes_back_with_ids_logprobs_and_versions(tmp_path: Path
     (turn,) = only(reopen(tmp_path)).turns
     assert only(reopen(tmp_path)).assignment == a
     assert (turn.prompt_ids, turn.new_branch, turn.finish) == ((5, 6, 7), True, None)
-    assert (turn.token_ids, turn.completion.policy_versions) == ((11, 12), (3, 4))
-    assert turn.completion.logprobs == tuple(float(np.float32(-t / 7)) for t in (11, 12))
+    assert (turn.token_ids, turn.completion(3).policy_versions) == ((11, 12), (3, 4))
+    assert turn.completion(3).logprobs == tuple(float(np.float32(-t / 7)) for t in (11, 12))
 
 
 def test_several_turns_with_tool_results_come_back(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_going_on_after_recovery_appends_to_the_same_turn(tmp_path: Path) -> Non
     log.turn(a.session, 0, 2, FinishReason.STOP)
     log.close()
     (turn,) = only(reopen(tmp_path)).turns
-    assert (turn.token_ids, turn.completion.policy_versions, turn.finish) == (
+    assert (turn.token_ids, turn.completion(3).policy_versions, turn.finish) == (
         (11, 12),
         (0, 1),
         FinishReason.STOP,

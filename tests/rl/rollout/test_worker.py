@@ -24,10 +24,8 @@ from envs.types import (
 from rl.rollout.assignment import Purpose, request_seed
 from rl.rollout.config import RolloutConfigError
 from rl.rollout.episode import EpisodeRun
-from rl.rollout.sandboxes import FleetSandboxes
 from rl.rollout.wal import TokenLog
 from rl.rollout.worker import Worker
-from sandbox.types import SandboxSpec
 from tests.rl.rollout.scripted import (
     CHAT,
     Boxes,
@@ -307,40 +305,3 @@ async def test_evaluation_is_not_logged(tmp_path: Path) -> None:
     assert isinstance(trajectory.score, Score)
     assert log.stats()["bytes"] == log.stats()["tokens"] == 0
     log.close()
-
-
-async def test_sandboxes_of_a_fleet_are_closed_also_when_their_creation_is_cancelled() -> None:
-    class Box:
-        id = "b"
-        closed = 0
-
-        async def close(self) -> None:
-            Box.closed += 1
-
-    specs: list[SandboxSpec] = []
-
-    class Fleet:
-        async def create(self, spec: SandboxSpec) -> Any:
-            specs.append(spec)
-            await asyncio.sleep(0.05)
-            return Box()
-
-        async def pool(self, spec: SandboxSpec, size: int) -> Any:
-            raise NotImplementedError
-
-    sandboxes = FleetSandboxes(Fleet(), SandboxSpec(), 2, lease_s=99.0)
-    async with sandboxes.own("train/t"):
-        assert Box.closed == 0
-    assert Box.closed == 1
-    assert (specs[0].ttl_s, specs[0].labels) == (99.0, {"session": "train/t"})
-
-    async def use() -> None:
-        async with sandboxes.own("x"):
-            await asyncio.sleep(60)
-
-    task = asyncio.create_task(use())
-    await asyncio.sleep(0.01)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert Box.closed == 2

@@ -5,13 +5,17 @@ import json
 
 import pytest
 
+from envs.types import Score, TrajectoryKey
 from model.chat import Prompt
+from rl.engines.base import Completion
 from rl.serve.conversations import Conversations, Node
 from rl.serve.errors import ApiError
+from rl.serve.recorded import branches, trajectory
 from rl.serve.requests import parse_body, read_request
 from rl.serve.session import Session
 from rl.serve.taps import Taps
 from rl.serve.voices import EngineVoice
+from rl.trainers.data import trajectory_samples
 from tests.rl.rollout.scripted import CHAT, ScriptedEngine, ids
 
 USER = {"role": "user", "content": "47*86="}
@@ -195,7 +199,7 @@ def test_memory_is_bounded_and_forgets_what_was_not_used_lately():
 
     def said(number: int, parent: Node | None = None) -> tuple[Node, tuple[dict, ...]]:
         messages = ({"role": "user", "content": str(number)},)
-        node = Node(parent, Prompt([1] * 8, [-1] * 8), (1, 2), "b", True, (), ("",))
+        node = Node(parent, Prompt([1] * 8, [-1] * 8), Completion((1, 2)), spoken, "b", True, (), ("",))
         known.add(node, messages, [spoken], (), None)
         return node, (*messages, spoken, {"role": "user", "content": "more"})
 
@@ -205,3 +209,26 @@ def test_memory_is_bounded_and_forgets_what_was_not_used_lately():
     assert known.find(histories[1], (), None) is None
     assert known.find(histories[0], (), None) is not None
     assert len(known) == 3
+
+
+async def test_a_session_gives_what_it_recorded_as_branches_with_each_sampled_token_once():
+    turns = ("b<call>1</call>", "<answer>1<end>", "<answer>2<end>", "<answer>3<end>")
+    caller = Caller(*turns)
+    first = (await caller.ask(USER)).choices[0].message
+    told = (USER, first, result(first["tool_calls"][0], "1"))
+    last = (await caller.ask(*told)).choices[0].message
+    await caller.ask(*told, last, {"role": "user", "content": "x"})
+    await caller.ask(*told)  # the same place a second time
+    recorded = branches(caller.session.conversations)
+    assert [len(branch.turns) for branch in recorded] == [3, 1]
+    main, fork = recorded
+    assert [turn.completion_ids for turn in main.turns] == [tuple(ids(turn)) for turn in turns[:3]]
+    assert main.turns[1].prompt_ids == tuple(ids("<obs>1</obs>"))
+    assert fork.turns[0].prompt_ids == (
+        *main.turns[0].prompt_ids, *main.turns[0].completion_ids, *main.turns[1].prompt_ids
+    )  # fmt: skip
+    key = TrajectoryKey("t", 75, "external", 0, 0)
+    samples = trajectory_samples(trajectory(key, recorded, Score(1.0)), 0.5)
+    trained = [sample.token_ids[sample.loss_mask].tolist() for sample in samples]
+    assert trained == [[token for turn in turns[:3] for token in ids(turn)], ids(turns[3])]
+    assert main.turns[0].message.tool_calls[0].name == "calc"

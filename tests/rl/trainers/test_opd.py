@@ -6,7 +6,7 @@ from model.config import PolicyConfig
 from model.policy import PackedTokens, Policy
 from rl.algorithms.opd import reverse_kl
 from rl.trainers.base import NonFiniteLossError
-from rl.trainers.opd import OPDConfig, OPDTrainer
+from rl.trainers.opd import OPDConfig, OPDTrainer, TeacherConfig
 from rl.trainers.optim import OptimizerConfig
 from rl.trainers.teachers import TaughtSample, TeacherError, Teachers
 
@@ -83,8 +83,8 @@ def test_the_loss_does_not_depend_on_micro_batches(make_policy, samples, teacher
 
 def test_a_teachers_weight_scales_its_part(make_policy, samples, teachers):
     taught = teachers.teach(samples, route)
-    config = OPDConfig(optimizer=FAST, weights={"narrow": 0.0})
-    metrics = OPDTrainer(make_policy(), config, teachers).step(taught)
+    config = OPDConfig(optimizer=FAST)
+    metrics = OPDTrainer(make_policy(), config, teachers, {"narrow": 0.0}).step(taught)
     wide = sum(t.sample.trained_tokens for t in taught if t.teacher == "wide")
     share = wide / sum(t.sample.trained_tokens for t in taught)
     assert metrics["opd/loss"] == pytest.approx(metrics["opd/kl.wide"] * share, rel=1e-4)
@@ -111,8 +111,8 @@ def test_what_cannot_teach_is_refused(make_policy, samples, teachers):
         OPDTrainer(make_policy(), OPDConfig(), teachers).step([])
     with pytest.raises(ValueError, match="'exact' or 'sampled'"):
         OPDConfig(objective="forward")
-    with pytest.raises(ValueError, match="not negative"):
-        OPDConfig(weights={"wide": -1.0})
+    with pytest.raises(ValueError, match="it is 0 or more"):
+        TeacherConfig(path="wide", weight=-1.0)
 
 
 def test_a_loss_that_is_not_finite_leaves_the_weights(make_policy, samples, teachers):

@@ -1,0 +1,87 @@
+"""Columns of a record beside its JSON: text where a person may read it, bytes where a log must be quick."""
+
+from __future__ import annotations
+
+import base64
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from envs.types import Packed, Replay
+
+Json = Any
+
+
+class Blob:
+    """Bytes that follow a JSON text, which refers to them by their place."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.size = 0
+
+    def add(self, data: bytes) -> list[int]:
+        """Appends bytes; returns where they begin and end."""
+        begin, self.size = self.size, self.size + len(data)
+        self.parts.append(data)
+        return [begin, self.size]
+
+
+def column_to_json(kind: str, values: Sequence[float], blob: Blob | None) -> Json:
+    """Numbers as a list, or (with `blob`) as bytes of the `array` type `kind`."""
+    if blob is None:
+        return list(values)
+    return {"kind": kind, "at": blob.add(array(kind, values).tobytes())}
+
+
+def column_from_json(data: Json, blob: memoryview | None) -> tuple[Any, ...]:
+    """The numbers of `column_to_json`."""
+    if isinstance(data, list):
+        return tuple(data)
+    values = array(data["kind"])
+    values.frombytes(_bytes(data["at"], blob))
+    return tuple(values)
+
+
+def replay_to_json(replay: Replay | None, blob: Blob | None) -> Json:
+    """What an engine chose, as JSON: arrays in base 64, or (with `blob`) as bytes beside it."""
+    if replay is None:
+        return None
+    arrays = {name: getattr(replay, name) for name in ("experts", "kept_counts", "kept_ids", "states")}
+    return {
+        "start": replay.start,
+        "selections": {str(layer): _packed(keys, blob) for layer, keys in replay.selections.items()},
+        **{name: _packed(item, blob) for name, item in arrays.items() if item is not None},
+    }
+
+
+def replay_from_json(data: Json, blob: memoryview | None) -> Replay | None:
+    """The record of `replay_to_json`."""
+    if data is None:
+        return None
+    return Replay(
+        data["start"],
+        _unpacked(data, "experts", blob),
+        {int(layer): _array(keys, blob) for layer, keys in data["selections"].items()},
+        *(_unpacked(data, name, blob) for name in ("kept_counts", "kept_ids", "states")),
+    )
+
+
+def _packed(item: Packed, blob: Blob | None) -> Json:
+    where = base64.b64encode(item.data).decode() if blob is None else blob.add(item.data)
+    return [item.kind, list(item.shape), where]
+
+
+def _unpacked(data: Mapping[str, Json], name: str, blob: memoryview | None) -> Packed | None:
+    return _array(data[name], blob) if name in data else None
+
+
+def _array(data: Json, blob: memoryview | None) -> Packed:
+    kind, shape, where = data
+    return Packed(
+        kind, tuple(shape), base64.b64decode(where) if isinstance(where, str) else _bytes(where, blob)
+    )
+
+
+def _bytes(place: Sequence[int], blob: memoryview | None) -> bytes:
+    assert blob is not None, "a record with bytes beside it was read without them"
+    return bytes(blob[place[0] : place[1]])
