@@ -18,8 +18,8 @@ between them. `group_size` consecutive samples make a group; a run longer than t
 `--costs FILE`: one JSON object with fields of `benchmarks.rollout_sim.costs.Costs`, where each is explained.
 With either file the agent's table is left out, and with a trace also the curve over the tail exponent.
 
-`--validate` compares predicted with measured times on the real engine (`benchmarks.rollout_sim.validate`), and
-`--million` runs a million samples in flight (`benchmarks.rollout_sim.million`); both instead of the rest.
+`--validate` compares predicted with measured times on the real engine (`benchmarks.rollout_sim.validate`),
+and `--million` runs a million samples in flight (`benchmarks.rollout_sim.million`); both instead of the rest.
 """
 
 from __future__ import annotations

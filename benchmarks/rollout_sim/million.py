@@ -1,8 +1,8 @@
 """A million samples in flight: the product's dispatcher and the simulator in bounded memory.
 
-`python -m benchmarks.rollout_sim --million`. Memory holds what is in flight and nothing of what ended: the peak
-must not grow between the moment at which everything is in flight and the end of the run, after as many samples
-again have ended. The last line is `million M MB, G% growth`; exit status 1 above 5 % growth or 4 GB.
+`python -m benchmarks.rollout_sim --million`. Memory holds what is in flight and nothing of what ended: the
+peak must not grow between the first step and the end of the run, after as many samples again have ended. The
+last line is `million M MB, G% growth`; exit status 1 above 5 % growth or 4 GB.
 """
 
 from __future__ import annotations

@@ -199,11 +199,11 @@ def timed_step(engine: Engine) -> tuple[float, StepOutput]:
 
 def measure(policy: Policy, rule: str, steps: int, seed: int = 0) -> tuple[Result, Costs]:
     """Runs a rule on the real engine; returns what it took, and the costs measured beside it."""
-    probe = Probe(_engine(policy, 0), np.random.default_rng(seed))
+    probe = Probe(open_engine(policy, 0), np.random.default_rng(seed))
     for batch in _BATCHES:  # the first calls of every shape are slower
         probe.measure(batch)
     probe.forget()
-    engines = RealEngine(_engine(policy, COSTS.in_flight), probe)
+    engines = RealEngine(open_engine(policy, COSTS.in_flight), probe)
     trace, scheduler = ShortTrace(seed), RULES[rule](COSTS)
     result = Simulation(COSTS, trace, scheduler, steps=steps, warm_up=0, engines=engines).run()
     return result, probe.costs()
@@ -232,7 +232,8 @@ def main(steps: int = 10) -> int:
     return 0 if worst <= BOUND else 1
 
 
-def _engine(policy: Policy, idle: int) -> Engine:
+def open_engine(policy: Policy, idle: int) -> Engine:
+    """Returns an engine of `COSTS.slots` rows that keeps the caches of so many waiting samples."""
     return Engine(policy, max_requests=COSTS.slots, max_tokens=_CONTEXT + 2, idle_sessions=idle)
 
 
