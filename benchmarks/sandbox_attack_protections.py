@@ -16,7 +16,8 @@ import sandbox.backends
 import sandbox.births
 import sandbox.box
 import sandbox.resident
-from sandbox.backends import base, bubblewrap, bwrap, cgroups, seccomp
+from sandbox.backends import base, bwrap, cgroups, seccomp
+from sandbox.backends.launch import Launch
 from sandbox.channel import MAX_BODY, Header
 from sandbox.layers import writable
 from sandbox.trees import Checker, Entry
@@ -43,13 +44,13 @@ def _bubblewrap(change: Callable[[list[str]], list[str]]) -> None:
         return wrap(self, change(list(argv)), *more, **how)
 
     cgroups.Cgroup.wrap = changed
-    module: Any = bubblewrap
-    execute = module._execute
+    launches: Any = Launch
+    fork = launches.fork
 
-    async def executed(command: Iterable[str], *more: Any, **how: Any) -> Any:
-        return await execute(change(list(command)), *more, **how)
+    def forked(command: list[str], *more: Any) -> Launch:
+        return fork(change(command), *more)
 
-    module._execute = executed
+    launches.fork = forked
 
 
 def _without(*options: str) -> Callable[[list[str]], list[str]]:
@@ -235,7 +236,9 @@ def no_own_users() -> None:
 
 def no_masks() -> None:
     """The kernel's files in /proc are there as they are."""
-    bwrap.masks = lambda: iter(())
+    module: Any = bwrap
+    module.masks = lambda: ()
+    bwrap.system.cache_clear()
 
 
 _ALL = (

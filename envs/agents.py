@@ -121,35 +121,6 @@ class ProcessAgent:
         return _result(code, output, errors)
 
 
-@dataclass(frozen=True, slots=True)
-class SandboxAgent:
-    """A command in the trajectory's own sandbox, whose network must lead to the endpoint.
-
-    Attributes:
-        command: A shell line or an argv; the task comes as JSON on its standard input.
-        timeout_s: Its longest run.
-    """
-
-    command: str | Sequence[str]
-    timeout_s: float = 600.0
-
-    async def run(self, task: Task, access: Access, sandbox: Sandbox | None) -> str:
-        """Runs it to its end."""
-        if sandbox is None:
-            raise AgentError("the agent runs in a sandbox and its environment has none: give it sandbox=")
-        done = await sandbox.exec(
-            self.command,
-            stdin=task_json(task).encode(),
-            env=access.environ(),
-            timeout_s=self.timeout_s,
-            output_limit=OUTPUT_LIMIT,
-        )
-        if done.timed_out:
-            raise AgentError(f"the agent took longer than {self.timeout_s:g} s")
-        code = -1 if done.exit_code is None else done.exit_code
-        return _result(code, done.stdout, done.stderr)
-
-
 class AgentEpisode(Episode, Protocol):
     """An episode that can open the model to a program."""
 
@@ -168,15 +139,13 @@ def task_json(task: Task) -> str:
 
 
 def result_of(trajectory: Trajectory) -> str:
-    """Returns what the program of a trajectory returned; "" when it did not come to its end."""
+    """Returns what the program of a trajectory returned; without one, the answer of the last turn."""
     last = trajectory.turns[-1].observations if trajectory.turns else ()
-    return last[-1].content if last and last[-1].role == Role.TOOL else ""
+    return last[-1].content if last and last[-1].role == Role.TOOL else trajectory.answer
 
 
-def _result(code: int, output: str | bytes, errors: str | bytes) -> str:
-    said, complaint = (
-        text.decode(errors="replace") if isinstance(text, bytes) else text for text in (output, errors)
-    )
+def _result(code: int, output: bytes, errors: bytes) -> str:
+    said, complaint = (text.decode(errors="replace") for text in (output, errors))
     if code != 0:
         raise AgentError(
             f"the agent ended with exit code {code}: {complaint[-_TAIL:].strip() or 'no message'}"

@@ -217,5 +217,7 @@ def _bad_episode(env: Environment, messages: Sequence[Message]) -> str:
         return "must end with a turn of the assistant"
     if sum(message.role == Role.ASSISTANT for message in messages) > env.max_turns:
         return f"has more than max_turns = {env.max_turns} turns"
+    if getattr(env, "agent", None) is not None:
+        return ""  # an agent program brings its own tools
     unknown = [call.name for m in messages for call in m.tool_calls if call.name not in names]
     return f"calls an unknown tool {unknown[0]!r}" if unknown else ""

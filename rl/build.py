@@ -10,7 +10,6 @@ import torch
 
 from model.chat import ChatFormat, load_chat, nano_chat
 from model.checkpoint import load_policy
-from model.config import PolicyConfig
 from model.diagnostics.scales import ScaleMonitor
 from model.engine.speculative import Speculation
 from model.policy import Policy
@@ -18,6 +17,7 @@ from rl.collective import CollectiveInbox
 from rl.engines.native import NativeEngine
 from rl.engines.prefixes import open_prefixes
 from rl.environments import open_workers
+from rl.hidden_effort import HiddenEffort
 from rl.launch.config import RunConfig
 from rl.rollout.generator import Generator
 from rl.rollout.wal import TokenLog
@@ -29,16 +29,15 @@ def policy(config: RunConfig) -> Policy:
     """Returns the policy that the run starts from: a checkpoint folder's, or a preset's fresh weights."""
     if config.model.path:
         return load_policy(Path(config.model.path))
-    fresh = Policy(PolicyConfig.preset(config.model.preset))
+    fresh = Policy(config.model.fresh())
     fresh.reset_parameters(config.run.seed)
     return fresh
 
 
 def chat_format(config: RunConfig) -> ChatFormat:
     """Returns the wording that belongs to the checkpoint; presets bring the one-token tags."""
-    if config.model.path:
-        return load_chat(Path(config.model.path))
-    return nano_chat()
+    chat = load_chat(Path(config.model.path)) if config.model.path else nano_chat()
+    return chat if config.effort.in_prompt else HiddenEffort(chat)
 
 
 def speculation(config: RunConfig) -> Speculation | None:

@@ -52,7 +52,7 @@ class NodeLimits:
     sandboxes: int = 512
     memory_bytes: int = 0
     reserve_bytes: int = 256 << 20
-    starting: int = 64
+    starting: int = 256
     starts_at_once: int = 4
     cpus: float = 0.0
     pids: int = 0

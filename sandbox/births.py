@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Coroutine, Generator, Iterable, Sequence
@@ -25,7 +26,7 @@ from sandbox.session import spec_from
 from sandbox.shares import Share, check
 from sandbox.snapshots import load
 from sandbox.turns import Turns
-from sandbox.types import SandboxSpec
+from sandbox.types import Limits, SandboxSpec
 from sandbox.warm_spec import size
 
 if TYPE_CHECKING:
@@ -35,6 +36,10 @@ NODE, BOOT, POOL = "tempering.node", "tempering.boot", "tempering.pool"
 """Labels of all that a backend starts: the node's state folder, its run, and the warm pool, if any."""
 
 _START_TIMEOUT_S, _LOOK_S = 60.0, 0.02
+_AHEAD_S = 5.0
+"""How long a prepared start waits for a sandbox to be asked for."""
+
+_LOG = logging.getLogger("sandbox.node")
 _FIRST: dict[str, Any] = {
     "op": "exec", "argv": ["/bin/sh", "-c", ":"], "env": {}, "cwd": "/", "timeout_s": 10.0, "limit": 1024,
 }  # fmt: skip
@@ -48,6 +53,7 @@ class Births:
         starting: Those that wait for their start or are being started, by name: for whom, and what.
         unborn: Those that have started and that nobody has yet.
         undoing: Names of those whose caller went away while they were being started.
+        ahead: Names of those whose start is prepared, with backend and limits; see `Backend.prepare`.
     """
 
     def __init__(self, node: Node):
@@ -55,6 +61,7 @@ class Births:
         self.starting: dict[str, tuple[str, SandboxSpec]] = {}
         self.unborn: list[Box] = []
         self.undoing: set[str] = set()
+        self.ahead: dict[str, tuple[str, Limits]] = {}
         self._starts = asyncio.Semaphore(node.limits.starts_at_once)
         self._turns = Turns()
 
@@ -185,8 +192,7 @@ class Births:
         snapshot: str,
         shares: Sequence[Share],
     ) -> Box:
-        box_id = self._fresh_id()
-        with self._place(box_id, owner, spec, shares):
+        with self._named(backend, spec) as box_id, self._place(box_id, owner, spec, shares):
             box = await self._start(box_id, box_id, owner, backend, spec)
             box.key, box.snapshot = key, snapshot
             async with self._entering(box, fresh=True):
@@ -266,8 +272,8 @@ class Births:
     async def _child(
         self, parent: Box, taken: str, saving: asyncio.Task[int], shares: Sequence[Share]
     ) -> Box:
-        box_id = self._fresh_id()
-        with self._place(box_id, parent.owner, parent.spec, shares):
+        name = self._named(parent.backend, parent.spec)
+        with name as box_id, self._place(box_id, parent.owner, parent.spec, shares):
             phase = parent.started.gate.phase if parent.started.gate is not None else ""
             box = await self._start(box_id, box_id, parent.owner, parent.backend, parent.spec)
             if box.started.gate is not None:
@@ -302,8 +308,7 @@ class Births:
 
     async def warm(self, pool: str, backend: str, spec: SandboxSpec) -> Box:
         """Starts a sandbox that nobody owns, and pauses it where its backend can."""
-        box_id = self._fresh_id()
-        with self._place(box_id, "", spec):
+        with self._named(backend, spec) as box_id, self._place(box_id, "", spec):
             box = await self._start(box_id, box_id, "", backend, spec, pool)
             box.pool = pool
             self.unborn.append(box)
@@ -347,6 +352,42 @@ class Births:
 
     def _fresh_id(self) -> str:
         return f"{self._node.boot}-{secrets.token_hex(6)}"
+
+    @contextlib.contextmanager
+    def _named(self, backend: str, spec: SandboxSpec) -> Generator[str]:
+        """Gives a new sandbox its name: that of a start which is prepared, if there is one of its kind."""
+        kind = (backend, spec.limits) if self._node.backends[backend].prepares(spec) else None
+        name = next((name for name, what in self.ahead.items() if what == kind), "")
+        self.ahead.pop(name, None)
+        try:
+            yield name or self._fresh_id()
+        except BaseException:
+            if name:
+                self._node.later(self._node.backends[backend].drop(name))
+            raise
+
+    async def _prepare(self, backend: str, spec: SandboxSpec) -> None:
+        """Prepares a start like one that just was: more come, as a rule, and soon."""
+        name, kind = self._fresh_id(), (backend, spec.limits)
+        if kind in self.ahead.values():
+            return
+        self.ahead[name] = kind  # whoever takes it now waits for it in `start`
+        try:
+            await self._node.backends[backend].prepare(name, spec)
+        except SandboxError as error:
+            self.ahead.pop(name, None)
+            _LOG.warning("no start could be prepared: %s", error)
+        else:
+            asyncio.get_running_loop().call_later(_AHEAD_S, self._let_go, name)
+
+    def _let_go(self, name: str) -> None:
+        if (kind := self.ahead.pop(name, None)) is not None:
+            self._node.later(self._node.backends[kind[0]].drop(name))
+
+    def end(self) -> None:
+        """Undoes what was prepared; the node ends."""
+        for name in [*self.ahead]:
+            self._let_go(name)
 
     @contextlib.asynccontextmanager
     async def _entering(self, *boxes: Box, fresh: bool = False) -> AsyncGenerator[None]:
@@ -416,6 +457,8 @@ class Births:
                 self.undoing.add(name)
                 self._node.later(self._undo(name, starting))
                 raise
+            if self._node.backends[backend].prepares(spec) and not self._node.stop.is_set():
+                self._node.later(self._prepare(backend, spec))
             kept = replace(started.spec, labels=spec.labels) if started.spec else spec
             capabilities = self._node.backends[backend].capabilities()
             box = Box(box_id, owner, kept, backend, started, capabilities)

@@ -43,6 +43,9 @@ def _no_number(name: str) -> float:
     raise ValueError(f"{name} is no JSON")
 
 
+_DECODER = json.JSONDecoder(parse_constant=_no_number)
+
+
 async def read_frame(
     reader: ByteReader, allowed: Callable[[], int] = lambda: MAX_BODY
 ) -> tuple[Header, bytes]:
@@ -56,13 +59,13 @@ async def read_frame(
         head, size = _SIZES.unpack(await reader.readexactly(_SIZES.size))
         if head > MAX_HEADER or size > allowed():
             raise ProtocolError(f"a frame announces {head} bytes of header and {size} of body")
-        text, body = await reader.readexactly(head), await reader.readexactly(size)
+        data = await reader.readexactly(head + size)
     except (asyncio.IncompleteReadError, ConnectionError) as error:
         raise LostError("the other end closed the channel") from error
     try:
-        header: object = json.loads(text, parse_constant=_no_number)
+        header: object = _DECODER.decode(data[:head].decode())
     except (ValueError, RecursionError) as error:
         raise ProtocolError("a frame's header is not JSON") from error
     if not isinstance(header, dict):
         raise ProtocolError("a frame's header is not a JSON object")
-    return cast("Header", header), body
+    return cast("Header", header), data[head:]

@@ -37,7 +37,7 @@ from sandbox.web import Caller, WebConnection
 
 Fallback = Literal["create", "refuse"]
 DEFAULT_LEASE_S = 60.0
-_RETRY_S = 0.05
+_RETRY_S, _RETRY_AT_MOST_S = 0.05, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,14 +198,15 @@ class Fleet:
         return RemoteBox(self._connection, about["box"], Past.known(about))
 
     async def _patiently(self, request: Header, wait_s: float) -> Header:
-        deadline = time.monotonic() + wait_s
+        deadline, pause_s = time.monotonic() + wait_s, _RETRY_S
         while True:
             try:
                 return await make(self._connection, request)
             except RefusedError as error:
                 if error.reason != "start_rate" or time.monotonic() > deadline:
                     raise
-            await asyncio.sleep(_RETRY_S * (1 + 3 * random.random()))
+            await asyncio.sleep(pause_s * (1 + random.random()))
+            pause_s = min(2 * pause_s, _RETRY_AT_MOST_S)  # many who ask often take the time of the starts
 
     async def attach(
         self, sandbox_id: str, *, unknown: Unknown = "fail", ask: Ask | None = None, replay: bool = False

@@ -36,7 +36,7 @@ _TOOLS = (
     "printf", "nohup", "mkfifo", "readlink", "basename", "dirname", "mktemp", "date", "stty", "tty",
 )  # fmt: skip
 _EXCLUDED = re.compile(
-    r"/(__pycache__|test|tests|idlelib|tkinter|turtledemo|ensurepip|lib2to3|config-.*)(/|$)"
+    r"/(test|tests|idlelib|tkinter|turtledemo|ensurepip|lib2to3|config-.*)(/|$)|\.opt-[12]\.pyc$"
 )
 _FOLDERS = (
     "bin",
@@ -114,11 +114,16 @@ def shared_libraries(programs: Iterable[Path]) -> set[str]:
 
 
 def _digest(files: Iterable[tuple[str, Path]]) -> str:
-    digest = hashlib.sha256(b"layout 3")
+    digest = hashlib.sha256(b"layout 4")
     for name, path in files:
         content = hashlib.sha256(path.read_bytes()).hexdigest()
-        digest.update(f"{name} {content} {path.stat().st_mode & 0o111}\n".encode())
+        digest.update(f"{name} {content} {path.stat().st_mode & 0o111} {_mtime(name, path)}\n".encode())
     return digest.hexdigest()[:16]
+
+
+def _mtime(name: str, path: Path) -> int:
+    """Returns a file's time in the image: a library module's own, by which its compiled form is valid."""
+    return int(path.stat().st_mtime) if name.startswith("/usr/lib/python") else 0
 
 
 def archive(files: Iterable[tuple[str, Path]]) -> bytes:
@@ -132,7 +137,7 @@ def archive(files: Iterable[tuple[str, Path]]) -> bytes:
             info.uid = info.gid = 0
             info.uname = info.gname = "root"
             info.mode &= 0o755
-            info.mtime = 0
+            info.mtime = _mtime(name, path)
             info.type = tarfile.REGTYPE
             with path.open("rb") as file:
                 tar.addfile(info, file)

@@ -139,7 +139,9 @@ class Node:
             await self.warm.end()
             for name in [*self.living]:
                 self.end(self.living[name])
-            await asyncio.gather(*self.closing, return_exceptions=True)
+            while self.closing or self.births.ahead:
+                self.births.end()
+                await asyncio.gather(*self.closing, return_exceptions=True)
             await self.leases.close()
             for backend in self.backends.values():
                 backend.leave()

@@ -40,7 +40,8 @@ class Reaper:
         leased = {lease.name for lease in self._node.leases.live.values()}
         births = self._node.births
         unborn = {box.name for box in births.unborn}
-        return frozenset({*leased, *unborn, *births.starting, *births.undoing, *self._node.fading})
+        coming = {*births.ahead, *births.starting, *births.undoing}
+        return frozenset({*leased, *unborn, *coming, *self._node.fading})
 
     async def tend(self) -> None:
         """Looks every period."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 from sandbox.channel import ByteReader, Header, encode, read_frame
@@ -18,6 +19,9 @@ STATE = 1 << 18
 """Room for the state of a session."""
 
 Sink = Callable[[int, bytes], Awaitable[None]]
+_SMALL = 1 << 15
+"""What any channel takes at once; beyond it the agent has to read, in time."""
+
 _NOTE = 128
 """Room for the note in place of dropped output."""
 
@@ -100,12 +104,12 @@ class Resident:
         self._room[number] = 2 * (limit + _NOTE) + (STATE if header.get("state") else 0)
         if sink is not None:
             self._sinks[number] = (sink, [limit, limit])
+        self.clocks.start(reply, timeout_s + self._late_s)
         try:
-            async with self.clocks.within(timeout_s + self._late_s):
+            async with asyncio.timeout(timeout_s + self._late_s) if len(body) > _SMALL else nullcontext():
                 await self._send({**header, "id": number}, body)
-                return await asyncio.shield(reply)
+            return await reply
         except TimeoutError:
-            del self._waiting[number]
             await self._end(LostError(f"the sandbox did not answer within {timeout_s + self._late_s:.0f} s"))
             assert self.fault is not None
             raise self.fault from None
@@ -113,8 +117,9 @@ class Resident:
             self._cancel(number)
             raise
         finally:
-            if reply not in self._cancelled:
-                self._waiting.pop(number, None)
+            self.clocks.stop(reply)
+            if self._waiting.get(number) is reply:
+                del self._waiting[number]
                 self._sinks.pop(number, None)
 
     async def close(self) -> None:
@@ -129,13 +134,15 @@ class Resident:
             raise self.fault
 
     def _cancel(self, number: int) -> None:
+        """Has the agent end a command whose caller has gone; its reply is waited for by `settled`."""
         if self.fault is None and number in self._room:
             kill = next(self._ids)
             self._room[kill] = 0
             self._writer.write(encode({"op": "kill", "target": number, "id": kill}))
-            reply = self._waiting[number]
-            self._cancelled.add(reply)
-            reply.add_done_callback(lambda done: self._forget(number, done))
+            late: asyncio.Future[tuple[Header, bytes]] = asyncio.get_running_loop().create_future()
+            self._waiting[number] = late
+            self._cancelled.add(late)
+            late.add_done_callback(lambda done: self._forget(number, done))
 
     def _forget(self, number: int, reply: asyncio.Future[tuple[Header, bytes]]) -> None:
         self._waiting.pop(number, None)
@@ -146,7 +153,8 @@ class Resident:
     async def _send(self, header: Header, body: bytes) -> None:
         try:
             self._writer.write(encode(header, body))
-            await self._writer.drain()
+            if len(body) > _SMALL:
+                await self._writer.drain()
         except OSError as error:
             await self._end(LostError(f"the sandbox is gone ({error})"))
 

@@ -67,9 +67,7 @@ class Session:
                 if task := self._tasks.get(header.get("target", 0)):
                     task.cancel()
                 continue
-            task = asyncio.create_task(self._answer(number, header, body))
-            self._tasks[number] = task
-            task.add_done_callback(lambda _, number=number: self._tasks.pop(number, None))
+            self._tasks[number] = asyncio.create_task(self._answer(number, header, body))
 
     async def end(self) -> None:
         """Forgets the client."""
@@ -91,6 +89,8 @@ class Session:
             _LOG.exception("request %s failed", header.get("op"))
             problem = InfrastructureError(f"the node failed: {type(error).__name__}: {error}")
             frame = encode({"error": to_wire(problem), "id": number})
+        finally:
+            self._tasks.pop(number, None)
         self._writer.write(frame)
         await self._writer.drain()
 

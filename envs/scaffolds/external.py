@@ -18,10 +18,7 @@ class External:
         """Runs one episode."""
         held = cast(AgentEpisode, episode)
         if held.agent is None:
-            raise ValueError(
-                "scaffold=external runs an environment's agent program, and this environment has none: "
-                "decorate an async function with `@NAME.agent`, or choose scaffold=tools"
-            )
+            raise ValueError("this environment has no agent program: see envs.agents")
         async with held.endpoint() as access:
             result = await held.agent.run(held.task, access, held.box)
         held.observe(Message(Role.TOOL, result))

@@ -7,6 +7,7 @@ has settings owns a frozen dataclass; the sections without a component of their 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -17,6 +18,7 @@ from rewards.length import LengthPenaltyConfig
 from rl.algorithms.config import AlgorithmConfig
 from rl.engines.prefixes import PrefixSizes, Tier
 from rl.rollout.config import RolloutConfig
+from rl.rollout.efforts import EffortDistribution, Efforts
 from rl.rollout.latency import Latency
 from rl.trainers.opd import OPDConfig
 from rl.trainers.rl import RLConfig
@@ -54,13 +56,32 @@ class Model(Section):
     """The policy to start from: a preset's fresh weights, or a checkpoint folder (`path`).
 
     Attributes:
+        sliding_window: tokens that a window sees, other than the preset's; null keeps the preset's. A
+            checkpoint folder has its own.
         exact: trainer and sampler compute every token's log-probability to the same last bit, whatever is
             batched, chunked or interrupted; slower (`benchmarks.exact`).
     """
 
     preset: str = "nano"
     path: str = ""
+    sliding_window: int | None = Field(default=None, ge=1)
     exact: bool = False
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.path and self.sliding_window is not None:
+            raise ValueError(
+                f"model.sliding_window={self.sliding_window} has no effect with model.path={self.path}, "
+                "whose own config.json says it; remove one of them"
+            )
+        return self
+
+    def fresh(self) -> PolicyConfig:
+        """Returns the shape of the policy that a run without a checkpoint starts from."""
+        preset = PolicyConfig.preset(self.preset)
+        if self.sliding_window is None:
+            return preset
+        return replace(preset, sliding_window=self.sliding_window)
 
 
 class Member(Section):
@@ -229,23 +250,57 @@ class EngineSection(Section):
 
 
 class Effort(Section):
-    """The efforts to train at, and the length penalty (none: lengths are not rewarded)."""
+    """The efforts to train at, and the length penalty (none: lengths are not rewarded).
+
+    Attributes:
+        levels: the ladder of efforts; evaluations use these.
+        distribution: how the efforts of training tasks are drawn.
+        in_prompt: whether the policy is told the effort; without, it cannot follow it (a control).
+    """
 
     levels: tuple[int, ...] = (50,)
+    distribution: EffortDistribution = Field(default_factory=EffortDistribution)
+    in_prompt: bool = True
     length_penalty: LengthPenaltyConfig | None = None
 
     @model_validator(mode="after")
-    def _in_range(self) -> Self:
+    def _fits_together(self) -> Self:
         if not self.levels or not all(1 <= level <= 100 for level in self.levels):
             raise ValueError(f"levels={list(self.levels)}: give at least one effort, each from 1 to 100")
+        self.draws(0)
+        penalty = self.length_penalty
+        if penalty is not None and penalty.efforts != self.levels:
+            raise ValueError(
+                f"effort.length_penalty.efforts={list(penalty.efforts)} are not effort.levels="
+                f"{list(self.levels)}, from which b_min and tau follow; set effort.levels only"
+            )
         return self
+
+    def draws(self, seed: int) -> Efforts:
+        """Returns the efforts of every task of a run with this seed."""
+        return Efforts(self.levels, self.distribution, seed)
 
 
 class Eval(Section):
-    """Evaluation: so many tasks of the evaluation split, so many samples of each when sampling."""
+    """Evaluation: so many tasks of the evaluation split, so many samples of each when sampling.
+
+    Attributes:
+        efforts: the grid of efforts of the cost-quality curve, which is measured at the end of a run (greedy,
+            every effort on the same tasks); none: no curve.
+        effort_tasks: tasks an effort of the curve.
+    """
 
     tasks: int = Field(default=200, ge=1)
     samples: int = Field(default=2, ge=1)
+    efforts: tuple[int, ...] = ()
+    effort_tasks: int = Field(default=200, ge=2)
+
+    @field_validator("efforts")
+    @classmethod
+    def _is_a_grid(cls, efforts: tuple[int, ...]) -> tuple[int, ...]:
+        if list(efforts) != sorted(set(efforts)) or not all(1 <= effort <= 100 for effort in efforts):
+            raise ValueError(f"eval.efforts={list(efforts)}: give ascending efforts, each from 1 to 100")
+        return efforts
 
 
 class Checkpoints(Section):
@@ -415,7 +470,7 @@ class RunConfig(Section):
         trained = self.trainer.draft.anchors or self.sft.draft.anchors
         if self.model.path or not (trained or self.engine.speculate != "off"):
             return
-        if not PolicyConfig.preset(self.model.preset).num_nextn_predict_layers:
+        if not self.model.fresh().num_nextn_predict_layers:
             raise ValueError(
                 f"model.preset={self.model.preset} has no drafter to speculate with or to train; take "
                 "model=nano_draft, or leave engine.speculate=off and the drafts' anchors at 0"

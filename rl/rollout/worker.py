@@ -87,6 +87,11 @@ class Worker:
                 f"environment {env.name!r} runs its tools in a sandbox, and this worker was given none; "
                 "connect a fleet (sandbox=docker or sandbox=bubblewrap)"
             )
+        if scaffold.name == "external" and getattr(env, "agent", None) is None:
+            raise RolloutConfigError(
+                f"scaffold=external runs an environment's agent program, and {env.name!r} has none: decorate "
+                "an async function of (task, access) with `@NAME.agent`, or choose another scaffold"
+            )
         self.env, self.scaffold = env, scaffold
         self._engine, self._log, self._config = engine, log, config
         self._reward: Reward = reward if reward is not None else env.score

@@ -8,12 +8,14 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from envs.types import Trajectory
+from rl import effort_curve
+from rl.effort_curve import CurvePoint
 from rl.launch.config import RunConfig
 from rl.launch.run import RunFolder, as_plain
 from rl.watch.alarms import Alarms
@@ -73,6 +75,15 @@ class Watch:
         wrong = [name for name in metrics if not name.startswith(f"{family}/")]
         assert not wrong, f"{wrong} are not of family {family}"
         self._write(step, metrics)
+
+    def curve(self, points: Sequence[CurvePoint]) -> None:
+        """Keeps a cost-quality curve: in the run's folder, on the terminal and in W&B."""
+        effort_curve.write(points, self._run)
+        for line in effort_curve.table(points).splitlines():
+            self.note(line)
+        names, rows = effort_curve.columns(points)
+        with self._lock:
+            self._wandb.plot("eval/effort_curve", names, rows, self._run / effort_curve.PICTURE)
 
     def phase(self, name: str, done: int = 0, total: int = 0) -> None:
         """Says what is going on now, and how far it is."""

@@ -28,6 +28,7 @@ from _socket import (
     SCM_RIGHTS,
     SHUT_WR,
     SOCK_SEQPACKET,
+    SOCK_STREAM,
     SOL_SOCKET,
     socket,
     socketpair,
@@ -35,8 +36,8 @@ from _socket import (
 
 from . import libc, small_json
 from .command import Command, Launched
-from .frames import FORK, JOB, STATUS
-from .process import FOREVER, Poll, Process
+from .frames import FORK, FREE, JOB, STATUS
+from .process import FOREVER, Poll, Process, resize, terminal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ else:
 
 HEADER = struct.Struct("!II")
 MAX_HEADER, MAX_BODY = 1 << 18, 64 << 20
-RETRY_S, SLOTS = 5.0, 256
+RETRY_S, SLOTS, KEEPERS, HURRIED = 5.0, 256, 2, 2
 FULL, READ, IDLE_S = 1 << 20, 1 << 16, 5.0
 
 
@@ -65,7 +66,9 @@ class Agent:
         self.commands: dict[int, Command] = {}
         self.background: dict[int, socket] = {}
         self.deferred: list[Command] = []
-        self.spares: dict[bool, Launched] = {}
+        self.spares: dict[bool, list[Launched]] = {False: [], True: []}
+        self.hurried: set[bool] = set()
+        self.keepers: list[socket] = []
         self.leaving: dict[int, int] = {}
         self.held_at, self.used = 0.0, 0.0
         self.slots = set(range(1, SLOTS))
@@ -104,14 +107,14 @@ class Agent:
             poller.register(self.channel_out, select.POLLOUT)
         for fd in self.background:
             poller.register(fd, select.POLLIN)
-        for spare in self.spares.values():
+        for spare in self.waiting():
             poller.register(spare.keeper.fileno(), select.POLLIN)
         owners: dict[int, Command] = {}
         now = time.monotonic()
-        if now - self.used > IDLE_S and not self.commands:
+        if now - self.used > IDLE_S and not self.commands and not self.held_at:
             self.dismiss()
         wake = now + (0.02 if self.deferred else 60)
-        if self.spares and not self.commands:
+        if self.waiting() and not self.commands and not self.held_at:
             wake = min(wake, self.used + IDLE_S + 0.01)
         for command in self.commands.values():
             self.register(poller, command, owners)
@@ -145,11 +148,12 @@ class Agent:
         elif fd == self.zygote.fileno():
             self.open = False
         elif fd in self.background:
-            if not self.background[fd].recv(STATUS.size):
+            said = self.background[fd].recv(STATUS.size)
+            if not said or STATUS.unpack(said)[0] == FREE:
                 self.background.pop(fd).close()
                 if slot := self.leaving.pop(fd, 0):
                     self.slots.add(slot)
-        elif found := [brief for brief, spare in self.spares.items() if fd == spare.keeper.fileno()]:
+        elif found := [spare for spare in self.waiting() if fd == spare.keeper.fileno()]:
             self.discard(found[0])
         elif fd in owners:
             command = owners[fd]
@@ -200,8 +204,10 @@ class Agent:
 
     def do_go_on(self, header: Header, text: bytes, payload: bytes) -> None:
         """The sandbox goes on: deadlines move by the time it was paused."""
-        for command in self.commands.values() if self.held_at else ():
-            command.deadline += time.monotonic() - self.held_at
+        held_s = time.monotonic() - self.held_at if self.held_at else 0.0
+        for command in self.commands.values():
+            command.deadline += held_s
+        self.used += held_s  # what waited before the pause is still there for the first caller after it
         self.held_at = 0.0
         self.reply(header["id"])
 
@@ -275,8 +281,9 @@ class Agent:
         """Starts a command, the job ahead of its input, in the one that waits if that is as it needs."""
         brief = header["op"] == "python" or self.fresh
         if self.waits(brief) and not header.get("user") and not header.get("state"):
-            launched = self.spares.pop(brief)
+            launched = self.spares[brief].pop(0)
         else:
+            self.hurried.add(brief)  # callers come faster than one fork at a time
             launched = self.launch(self.slots.pop() if brief else 0, header)
         command = Command(header, stdin, launched)
         self.commands[command.id] = command
@@ -284,57 +291,78 @@ class Agent:
 
     def launch(self, slot: int, header: Header) -> Launched:
         """Has the zygote fork a keeper, which forks a command that waits for its job."""
-        ours, theirs = socketpair(AF_UNIX, SOCK_SEQPACKET)
         (in_r, in_w), (out_r, out_w), (err_r, err_w) = [os.pipe() for _ in range(3)]
-        extra, given = -1, [in_r, out_w, err_w, theirs.fileno()]
+        extra, given = -1, [in_r, out_w, err_w]
         if header.get("pty"):
             extra, far = terminal(self.uid, *header["pty"])
             given.append(far)
         elif header.get("state"):
             extra, far = os.pipe()
             given.append(far)
-        job = FORK.pack(slot, header.get("user") or 0)
-        self.zygote.sendmsg([job], [(SOL_SOCKET, SCM_RIGHTS, struct.pack(str(len(given)) + "i", *given))])
-        theirs.close()
-        for fd in (in_r, out_w, err_w, *given[4:]):
+        keeper = self.kept(FORK.pack(slot, header.get("user") or 0), given, bool(slot))
+        for fd in given:
             os.close(fd)
         for fd in (in_w, out_r, err_r, *([extra] if extra >= 0 else [])):
             os.set_blocking(fd, False)
-        return Launched((in_w, out_r, err_r), ours, slot, extra)
+        return Launched((in_w, out_r, err_r), keeper, slot, extra)
+
+    def kept(self, job: bytes, given: list[int], brief: bool) -> socket:
+        """Hands the descriptors of a command to a keeper: one that is free, or a new one of the zygote."""
+        while self.keepers and not brief:
+            keeper = self.keepers.pop()
+            try:
+                keeper.sendmsg([job], [(SOL_SOCKET, SCM_RIGHTS, struct.pack(str(len(given)) + "i", *given))])
+            except OSError:  # it was killed
+                keeper.close()
+            else:
+                return keeper
+        ours, theirs = socketpair(AF_UNIX, SOCK_SEQPACKET)
+        given = [*given[:3], theirs.fileno(), *given[3:]]
+        self.zygote.sendmsg([job], [(SOL_SOCKET, SCM_RIGHTS, struct.pack(str(len(given)) + "i", *given))])
+        theirs.close()
+        return ours
+
+    def waiting(self) -> list[Launched]:
+        """Returns the commands that wait for their job."""
+        return self.spares[False] + self.spares[True]
 
     def waits(self, brief: bool) -> bool:
-        """Whether a command of a kind waits; one that was killed meanwhile is let go of."""
-        if brief in self.spares:
+        """Whether a command of a kind waits; those that were killed meanwhile are let go of."""
+        while self.spares[brief]:
             try:
-                self.spares[brief].keeper.recv(1, MSG_PEEK | MSG_DONTWAIT)
+                self.spares[brief][0].keeper.recv(1, MSG_PEEK | MSG_DONTWAIT)
             except BlockingIOError:
                 return True
-            self.discard(brief)
+            self.discard(self.spares[brief][0])
         return False
 
     def refill(self, brief: bool) -> None:
-        """Keeps one command of a kind waiting: its forks are then not what the next caller waits for."""
-        if brief not in self.spares:
+        """Keeps commands of a kind waiting: their forks are then not what the next caller waits for."""
+        while len(self.spares[brief]) < (HURRIED if brief in self.hurried else 1):
             try:
-                self.spares[brief] = self.launch(self.slots.pop() if brief else 0, {})
+                self.spares[brief].append(self.launch(self.slots.pop() if brief else 0, {}))
             except OSError:
                 return
 
     def dismiss(self) -> None:
         """Lets those go that wait, as nobody has come: an idle sandbox is to be small."""
-        for spare in self.spares.values():
+        for spare in self.waiting():
             spare.keeper.shutdown(SHUT_WR)
             self.background[spare.keeper.fileno()] = spare.keeper
             self.leaving[spare.keeper.fileno()] = spare.slot
             for fd in spare.fds:
                 os.close(fd)
-        self.spares.clear()
+        self.spares = {False: [], True: []}
+        self.hurried.clear()
+        for keeper in self.keepers:
+            keeper.close()
+        self.keepers.clear()
         libc.call("malloc_trim", 0)
 
-    def discard(self, brief: bool) -> None:
-        """Lets go of the command that waited; it has ended."""
-        spare = self.spares.pop(brief)
-        if brief:
+    def discard(self, spare: Launched) -> None:
+        """Lets go of a command that waited; it has ended."""
+        self.spares[bool(spare.slot)].remove(spare)
+        if spare.slot:
             self.slots.add(spare.slot)
         spare.keeper.close()
         for fd in spare.fds:
@@ -348,7 +376,9 @@ class Agent:
         command.shut("stdin_fd", "out_fd", "err_fd", "extra_fd")
         if command.slot:
             self.slots.add(command.slot)
-        if command.gone:
+        if command.free and len(self.keepers) < KEEPERS:
+            self.keepers.append(command.keeper)
+        elif command.gone:
             command.keeper.close()
         else:
             self.background[command.keeper.fileno()] = command.keeper
@@ -395,27 +425,6 @@ class Agent:
             self.open = False
 
 
-def terminal(uid: int | None, rows: int, columns: int) -> tuple[int, int]:
-    """Opens a terminal that belongs to the user of commands; returns its two sides."""
-    if uid is not None:
-        os.seteuid(uid)
-    try:
-        near, far = os.openpty()
-    finally:
-        if uid is not None:
-            os.seteuid(0)
-    resize(near, rows, columns)
-    return near, far
-
-
-def resize(fd: int, rows: int, columns: int) -> None:
-    """Sets the size of a terminal, of which the programs in it hear."""
-    import fcntl
-    import termios
-
-    fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-
-
 def confine(config: Header) -> None:
     """Gives up, for good and for all children, new privileges and the system calls of the filter."""
     libc.prctl(libc.PR_SET_NO_NEW_PRIVS, 1)
@@ -436,8 +445,15 @@ def forbid_cores() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
+def opened(path: str) -> tuple[int, int]:
+    """Opens the channel at a path, on whose other side the host waits for one caller."""
+    channel = socket(AF_UNIX, SOCK_STREAM)
+    channel.connect(path)
+    return os.dup(channel.fileno()), channel.detach()
+
+
 def main() -> None:
-    """Takes the channel off stdin and stdout, so that no command can inherit it, and serves."""
+    """Takes the channel off stdin and stdout, so that no command can inherit it, or opens it, and serves."""
     config: Header = small_json.loads(sys.argv[1])
     config["uid"] = config["uid"] if os.geteuid() == 0 else None
     forbid_cores()
@@ -447,7 +463,7 @@ def main() -> None:
         from .network import hand_over
 
         hand_over(config["door"])
-    channel_in, channel_out = os.dup(0), os.dup(1)
+    channel_in, channel_out = opened(config["channel"]) if config.get("channel") else (os.dup(0), os.dup(1))
     null = os.open("/dev/null", os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from _socket import SHUT_WR, socket
 
-from .frames import CHUNK, DIRTY, DONE, EXITED, FAILED, FULL, SCRATCH, STATUS, UNKNOWN
+from .frames import CHUNK, DIRTY, DONE, EXITED, FAILED, FREE, FULL, SCRATCH, STATUS, UNKNOWN
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ class Command:
         self.failure = 0
         self.ended_at = 0.0
         self.timed_out = self.cancelled = self.stopping = self.gone = self.dirty = self.disk_full = False
+        self.free = False
 
     def outputs(self) -> list[int]:
         """Returns the descriptors of open output streams."""
@@ -103,12 +104,13 @@ class Command:
             self.gone = True
         else:
             kind, value = STATUS.unpack(data)
-            if kind in (EXITED, DONE, DIRTY) and value != UNKNOWN:
+            if kind in (EXITED, DONE, DIRTY, FREE) and value != UNKNOWN:
                 self.status, self.signal = (value, None) if value >= 0 else (128 - value, -value)
             self.failure = value if kind == FAILED else self.failure
             self.dirty = self.dirty or kind == DIRTY
             self.disk_full = self.disk_full or kind == FULL
-            self.gone = kind in (DONE, DIRTY)
+            self.gone = kind in (DONE, DIRTY, FREE)
+            self.free = kind == FREE and not self.stopping  # who was asked to end does not go on
         self.ended_at = self.ended_at or time.monotonic()
 
     def feed(self) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 JOB = struct.Struct("!I")
 FORK = struct.Struct("!II")
 STATUS = struct.Struct("!Bi")
-EXITED, FAILED, DIRTY, DONE, SIGNAL, FULL = 0, 1, 2, 3, 4, 5
+EXITED, FAILED, DIRTY, DONE, SIGNAL, FULL, FREE = 0, 1, 2, 3, 4, 5, 6
 UNKNOWN = -(1 << 16)
 CHUNK = 1 << 16
 SCRATCH = ("/tmp", "/workspace", "/dev/shm")

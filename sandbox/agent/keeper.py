@@ -1,8 +1,10 @@
 """Zygote and keepers: how commands are forked, and how a command ends with everything that came of it.
 
 A keeper is a child subreaper: orphans of its command return to it, double-forked daemons included. It ends
-the tree when the agent shuts its side of their socket, or is gone. A brief command (Python source) has a
-user of its own while it runs, so that one signal, which no fork escapes, ends all that is left of it.
+the tree when the agent shuts its side of their socket, or is gone. Once nothing is left of its command it
+takes the next one: half of the forks are then saved, and its memory is its own already. A brief command
+(Python source) has a user of its own while it runs, so that one signal, which no fork escapes, ends all that
+is left of it; its keeper, which becomes that user, ends with it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from _socket import CMSG_SPACE, socket
 from . import libc
 from .command import disk_full
 from .files import remove_tree
-from .frames import DIRTY, DONE, EXITED, FAILED, FORK, FULL, SCRATCH, STATUS, UNKNOWN
+from .frames import DIRTY, DONE, EXITED, FAILED, FORK, FREE, FULL, SCRATCH, STATUS, UNKNOWN
 from .fresh import end_others, enter
 from .program import become_command, warm_up
 
@@ -38,20 +40,20 @@ which no command can shed and every child inherits."""
 
 
 def serve_forks(channel: socket, config: Header) -> NoReturn:
-    """The zygote: forks a keeper for every message of the agent."""
+    """The zygote: forks a keeper for every message of the agent; once it is to run Python, it warms up."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    waiting, warm, tag = select.poll(), False, TAG
+    waiting, warm, brief, tag = select.poll(), False, False, TAG
     waiting.register(channel.fileno(), select.POLLIN)
     while True:
-        if not warm and not waiting.poll(0):  # whoever waits already goes first
+        if brief and not warm and not waiting.poll(0):  # whoever waits already goes first
             warm_up()
             gc.freeze()
             warm = True
         tag += 1
-        data, parts, _, _ = channel.recvmsg(FORK.size, CMSG_SPACE(20))
+        data, fds = receive(channel)
         if not data:
             os._exit(0)
-        fds = struct.unpack(str(len(parts[0][2]) // 4) + "i", parts[0][2])
+        brief = brief or bool(FORK.unpack(data)[0])
         keeper = socket(fileno=fds[3])
         try:
             if os.fork() == 0:
@@ -63,6 +65,14 @@ def serve_forks(channel: socket, config: Header) -> NoReturn:
         keeper.close()
         for fd in (*fds[:3], *fds[4:]):
             os.close(fd)
+
+
+def receive(channel: socket) -> tuple[bytes, list[int]]:
+    """Receives what is to be forked, with its descriptors; nothing when the other side is gone."""
+    data, parts, _, _ = channel.recvmsg(FORK.size, CMSG_SPACE(20))
+    if not data or not parts:
+        return b"", []
+    return data, [*struct.unpack(str(len(parts[0][2]) // 4) + "i", parts[0][2])]
 
 
 def keep(agent: socket, streams: list[int], slot: int, user: int, config: Header) -> NoReturn:
@@ -82,17 +92,18 @@ def keep(agent: socket, streams: list[int], slot: int, user: int, config: Header
         for fd in streams:
             os.close(fd)
         if config["fresh"]:
-            status = attend(agent, deaths, child, True, 0)
+            status = attend(agent, deaths, child, 0)
             end_tree(0)
             if status and disk_full():  # a disk that nobody but this call has
                 agent.send(STATUS.pack(FULL, 0))
             agent.send(STATUS.pack(DONE, UNKNOWN if status is None else status))
         elif not slot:
-            attend(agent, deaths, child, False, config["tag"])
+            while accompany(agent, deaths, child, config["tag"]):
+                child = follow(agent, config)
         else:
             if uid is not None:
                 clean(uid, [])  # nothing is there yet: what it needs is in memory when it counts
-            status = attend(agent, deaths, child, True, config["tag"])
+            status = attend(agent, deaths, child, config["tag"])
             end_user(uid, config["tag"])
             left = uid is not None and not clean(uid, before)
             agent.send(STATUS.pack(DIRTY if left else DONE, UNKNOWN if status is None else status))
@@ -109,30 +120,72 @@ def watch_children() -> int:
     return libc.signalfd(signal.SIGCHLD)
 
 
-def attend(agent: socket, deaths: int, child: int, brief: bool, tag: int) -> int | None:
-    """Waits until the tree of `child` has ended; for a `brief` command until `child` has, returning how."""
-    poller, running = select.poll(), True
-    for fd in (agent.fileno(), deaths):
-        poller.register(fd, select.POLLIN)
+def follow(agent: socket, config: Header) -> int:
+    """Forks the next command of a keeper that has nothing left; ends with its agent."""
+    data, streams = receive(agent)
+    if not data:
+        os._exit(0)
+    user = FORK.unpack(data)[1]
+    child = os.fork()
+    if child == 0:
+        become_command(streams, (user or config["uid"]) if config["uid"] is not None else None, False, config)
+    for fd in streams:
+        os.close(fd)
+    return child
+
+
+def accompany(agent: socket, deaths: int, child: int, tag: int) -> bool:
+    """Waits until the tree of `child` has ended, and tells; returns whether the keeper is free again."""
+    poller, known = watched(agent, deaths), False
+    while True:
+        ready = [fd for fd, _ in poller.poll()]
+        alive, status = reap(child)
+        if not alive and not tag:
+            agent.send(STATUS.pack(FREE, UNKNOWN if status is None else status))
+            os.read(deaths, SIGNAL_INFO)
+            return True
+        if status is not None:
+            known = True
+            agent.send(STATUS.pack(EXITED, status))
+        if not alive:
+            return False
+        if deaths in ready:
+            os.read(deaths, SIGNAL_INFO)
+        if agent.fileno() in ready and not obeyed(agent, 0 if known else child, tag):
+            return False
+
+
+def attend(agent: socket, deaths: int, child: int, tag: int) -> int | None:
+    """Waits until a brief command has ended, and returns how; None if its tree was ended instead."""
+    poller = watched(agent, deaths)
     while True:
         ready = [fd for fd, _ in poller.poll()]
         if deaths in ready:
             os.read(deaths, SIGNAL_INFO)
         alive, status = reap(child)
-        if status is not None:
-            running = False
-            if brief:
-                return status
-            agent.send(STATUS.pack(EXITED, status))
-        if not alive:
+        if status is not None or not alive:
+            return status
+        if agent.fileno() in ready and not obeyed(agent, child, tag):
             return None
-        if agent.fileno() in ready:
-            asked = agent.recv(STATUS.size)
-            if not asked:
-                end_tree(tag)
-                return None
-            if status is None and running:
-                send_group(child, STATUS.unpack(asked)[1])
+
+
+def watched(agent: socket, deaths: int) -> select.poll:
+    """Returns what waits for a word of the agent, or a death."""
+    poller = select.poll()
+    for fd in (agent.fileno(), deaths):
+        poller.register(fd, select.POLLIN)
+    return poller
+
+
+def obeyed(agent: socket, child: int, tag: int) -> bool:
+    """Sends the signal that the agent asks for; if it asks for the end instead, ends the tree: False."""
+    asked = agent.recv(STATUS.size)
+    if not asked:
+        end_tree(tag)
+        return False
+    if child:
+        send_group(child, STATUS.unpack(asked)[1])
+    return True
 
 
 def reap(child: int) -> tuple[bool, int | None]:

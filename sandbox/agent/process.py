@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from _socket import socket
 
@@ -182,3 +183,24 @@ class Process(Command):
             self.keeper.close()
             return None
         return self.keeper
+
+
+def terminal(uid: int | None, rows: int, columns: int) -> tuple[int, int]:
+    """Opens a terminal that belongs to the user of commands; returns its two sides."""
+    if uid is not None:
+        os.seteuid(uid)
+    try:
+        near, far = os.openpty()
+    finally:
+        if uid is not None:
+            os.seteuid(0)
+    resize(near, rows, columns)
+    return near, far
+
+
+def resize(fd: int, rows: int, columns: int) -> None:
+    """Sets the size of a terminal, of which the programs in it hear."""
+    import fcntl
+    import termios
+
+    fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))

@@ -48,10 +48,13 @@ def become_command(streams: list[int], uid: int | None, brief: bool, config: Hea
             os.setresgid(uid, uid, uid)
             os.setresuid(uid, uid, uid)
             libc.drop_capabilities()
+        # What a job will need is done once for nothing: pages are copied before its caller waits.
+        perform(small_json.loads('{"op": "nothing", "cwd": "/", "env": {"A": "b"}}'))
         if brief:
             open_streams()
-            run_source(b"print('', end='')")  # copies pages before the job is there and its caller waits
-            perform(small_json.loads('{"op": "nothing", "cwd": "/"}'))
+            run_source(b"print('', end='')")
+        else:
+            vainly_become()
         job = small_json.loads(read_exactly(JOB.unpack(read_exactly(JOB.size))[0]))
         libc.prctl(libc.PR_SET_DUMPABLE, 1)  # not before: others of its user cannot reach one that waits
         code = perform(job)
@@ -127,6 +130,14 @@ def become(argv: list[str], env: dict[str, str]) -> NoReturn:
         except OSError as error:
             problem = error
     raise problem
+
+
+def vainly_become() -> None:
+    """Goes the way of a program that starts, up to one that is not there."""
+    try:
+        become(["/proc/self/none"], {**ENVIRONMENT})
+    except OSError:
+        return
 
 
 def take_terminal() -> None:

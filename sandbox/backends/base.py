@@ -28,6 +28,10 @@ DOOR = "/run/tempering.sock"
 """Where a sandbox with a network finds its door (`sandbox.egress.gate.door_of`)."""
 
 
+CHANNEL = "/run/tempering-channel.sock"
+"""Where the agent of a container finds its channel."""
+
+
 @dataclass(frozen=True, slots=True)
 class Started:
     """A sandbox that runs: its agent's streams, how to end it, and how often the kernel killed for memory.
@@ -84,6 +88,18 @@ class Backend(Protocol):
         """Starts one sandbox."""
         ...
 
+    def prepares(self, spec: SandboxSpec) -> bool:
+        """Whether part of such a start can be done ahead, for a name that it is then to have."""
+        ...
+
+    async def prepare(self, box_id: str, spec: SandboxSpec) -> None:
+        """Does ahead what it can of the start of a sandbox such as `spec`, until `start` or `drop`."""
+        ...
+
+    async def drop(self, box_id: str) -> None:
+        """Undoes what was prepared under a name, if that has not been started."""
+        ...
+
     def leave(self) -> None:
         """Lets go of what the node shares between its sandboxes; there are none any more."""
         ...
@@ -102,6 +118,20 @@ class Backend(Protocol):
         ...
 
 
+class Unprepared:
+    """A backend that does nothing ahead of a start."""
+
+    def prepares(self, spec: SandboxSpec) -> bool:
+        """It does not."""
+        return False
+
+    async def prepare(self, box_id: str, spec: SandboxSpec) -> None:
+        """Does nothing."""
+
+    async def drop(self, box_id: str) -> None:
+        """Has nothing to undo."""
+
+
 def agent_command(
     folder: str,
     limits: Limits,
@@ -111,6 +141,7 @@ def agent_command(
     network: bool = False,
     fresh: bool = False,
     env: Mapping[str, str] | None = None,
+    channel: bool = False,
 ) -> list[str]:
     """Returns the interpreter's arguments that start the agent found at `folder`/agent.
 
@@ -122,6 +153,7 @@ def agent_command(
         network: Whether there is a door to hand a listener through.
         fresh: Whether each command has namespaces and folders of its own, which the agent must be let make.
         env: What commands have in their environment unless they bring something else.
+        channel: Whether its channel is the socket at `CHANNEL`, and not its standard input and output.
     """
     largest = max(limits.tmpfs_bytes, limits.disk_bytes)
     rlimits = {"NOFILE": limits.open_files, "FSIZE": largest, "MEMLOCK": 1 << 16}
@@ -129,7 +161,7 @@ def agent_command(
         rlimits |= {"AS": limits.memory_bytes, "NPROC": limits.pids}
     door = DOOR if network else ""
     sized = f"mode=1777,size={limits.tmpfs_bytes},nr_inodes={limits.tmpfs_inodes}" if fresh else ""
-    told = {"door": door, "fresh": sized, "env": dict(env or {})}
+    told = {"door": door, "fresh": sized, "env": dict(env or {}), "channel": CHANNEL if channel else ""}
     config = json.dumps({"uid": uid, "rlimits": rlimits, "seccomp": seccomp.program(), **told})
     start = f"import sys; sys.path.insert(0, {folder!r}); from agent.agent import main; main()"
     return ["-I", "-S", "-c", start, config]

@@ -11,14 +11,14 @@ import asyncio
 import contextlib
 import functools
 import os
-import shutil
-import subprocess
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Set
+from dataclasses import dataclass
 from pathlib import Path
 
 from sandbox.backends import bwrap
 from sandbox.backends.base import Started
 from sandbox.backends.cgroups import Cgroup, controllers, leave, sweep
+from sandbox.backends.launch import Launch
 from sandbox.backends.users import USERS
 from sandbox.egress import jail
 from sandbox.egress.doors import door_of
@@ -28,6 +28,29 @@ from sandbox.layers.compose import Composed, Composer
 from sandbox.layers.writable import BOX, Private, Writable, private
 from sandbox.toolkit import AGENT, build
 from sandbox.types import Capabilities, SandboxSpec
+
+_ENVIRONMENT = {"PATH": os.environ.get("PATH", os.defpath)}
+"""Pid 1 of a sandbox shows what it was given."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """The groups of a sandbox, the process in them that waits to become it, and the user of its commands."""
+
+    cgroup: Cgroup
+    launch: Launch
+    uid: int | None
+
+    async def release(self) -> None:
+        """Lets go of what is not a process; what is left in the groups ends."""
+        await self.undo(self.cgroup, self.uid)
+
+    @staticmethod
+    async def undo(cgroup: Cgroup, uid: int | None) -> None:
+        """Removes groups, and gives the user back."""
+        await cgroup.remove()
+        if uid is not None:
+            USERS.give_back(uid)
 
 
 class Bubblewrap:
@@ -40,10 +63,11 @@ class Bubblewrap:
         self._composer = composer or (Composer(state_dir) if state_dir else None)
         self._agent = AGENT
         self._control: Control | None = None
+        self._ahead: dict[str, asyncio.Task[_Ahead]] = {}
 
     async def missing(self) -> str:
         """Returns what this machine lacks; tries a sandbox for real, as kernels may forbid namespaces."""
-        if shutil.which("bwrap") is None:
+        if not bwrap.program():
             return "bubblewrap is not installed (apt-get install bubblewrap)"
         probe = await asyncio.create_subprocess_exec(
             *bwrap.namespaces(),
@@ -94,77 +118,106 @@ class Bubblewrap:
                 f"the bubblewrap backend has no images, layers and disks here: "
                 f"{composer.missing() if composer else 'no state folder'}; or use sandbox.backend=docker"
             )
-        if self._agent is AGENT and self._state_dir is not None:
-            toolkit, program = self._state_dir / "toolkit", bwrap.interpreter()[0]
-            self._agent = await asyncio.to_thread(build, toolkit, program)
         composed = await asyncio.to_thread(composer.acquire, spec) if composer and layered else None
-        cgroup = Cgroup.create(box_id, spec.limits)
-        uid = USERS.take() if os.geteuid() == 0 and not composed else None
+        launching = self._ahead.pop(box_id, None)
+        ahead: _Ahead | None = None
 
         async def release() -> None:
-            await cgroup.remove()
-            if uid is not None:
-                USERS.give_back(uid)
+            if ahead is not None:
+                await ahead.release()
             if composer and composed:
                 await asyncio.to_thread(composer.release, composed.layers)
 
         try:
-            process = await self._spawn(box_id, cgroup, spec, composed, uid)
-        except BaseException as error:
+            ahead = await (launching or self._launch(box_id, spec, composed))
+            reader, writer = await ahead.launch.go()
+        except BaseException:
+            if ahead:
+                await ahead.launch.end()
             await release()
-            if isinstance(error, OSError):
-                raise InfrastructureError(f"bwrap could not be started: {error}") from error
             raise
-        stdin, stdout = process.stdin, process.stdout
-        assert stdin is not None and stdout is not None
-
+        cgroup, launch = ahead.cgroup, ahead.launch
         oom_kills = cgroup.oom_counter()
 
         async def kill() -> None:
             oom_kills.close()
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-            stdin.close()  # bwrap may have been killed before it bound the agent to its life
+            launch.kill()
+            writer.close()  # bwrap may have been killed before it bound the agent to its life
             await release()
-            await process.wait()
+            await launch.wait()
 
         async def pause(stop: bool) -> None:
             await cgroup.freeze(stop)
 
         writable = None
         if composer and composed:
-            box = Path(f"/proc/{process.pid}/root{composer.mounts}") / BOX
+            box = Path(f"/proc/{launch.pid}/root{composer.mounts}") / BOX
             writable = Writable(box / "upper", composed.trees)
             spec = composer.pinned(spec)
         pausing = pause if cgroup.freezes else None
         return Started(
-            stdout, stdin, kill, oom_kills, pausing, lambda: cgroup.folders,
+            reader, writer, kill, oom_kills, pausing, lambda: cgroup.folders,
             writable=writable, spec=spec, settle=functools.partial(cgroup.settle, spec.latency),
         )  # fmt: skip
 
     def _door(self, box_id: str, spec: SandboxSpec) -> Path | None:
         return door_of(self._state_dir, box_id) if spec.network and self._state_dir else None
 
-    async def _spawn(
-        self, box_id: str, cgroup: Cgroup, spec: SandboxSpec, composed: Composed | None, uid: int | None
-    ) -> asyncio.subprocess.Process:
-        door = self._door(box_id, spec)
+    def prepares(self, spec: SandboxSpec) -> bool:
+        """Whether its root is the machine's own, and its places are in memory."""
+        return not (spec.image or spec.workspace or spec.toolkit or spec.limits.disk_bytes or spec.network)
+
+    async def prepare(self, box_id: str, spec: SandboxSpec) -> None:
+        """Makes all of a sandbox but its agent: groups, mounts, namespaces, a process that waits there."""
+        launching = asyncio.create_task(self._launch(box_id, spec, None))
+        self._ahead[box_id] = launching
+        await asyncio.shield(launching)
+
+    async def drop(self, box_id: str) -> None:
+        """Undoes what was prepared under a name, if that has not been started."""
+        if (launching := self._ahead.pop(box_id, None)) is not None:
+            with contextlib.suppress(InfrastructureError):
+                ahead = await launching
+                await ahead.launch.end()
+                await ahead.release()
+
+    async def _launch(self, box_id: str, spec: SandboxSpec, composed: Composed | None) -> _Ahead:
+        limits, trees = spec.limits, composed.trees if composed else ()
+        if self._agent is AGENT and self._state_dir is not None:
+            toolkit, program = self._state_dir / "toolkit", bwrap.interpreter()[0]
+            self._agent = await asyncio.to_thread(build, toolkit, program)
+        uid = USERS.take() if os.geteuid() == 0 and not composed else None
+        cgroup = Cgroup.create(box_id, limits)
+        try:
+            command = await self._command(box_id, spec, composed, uid)
+            with contextlib.ExitStack() as stack:
+                enter = cgroup.enter
+                if self._composer is not None and not self._composer.missing():
+                    making = private(self._composer.mounts, limits, trees)
+                    if limits.disk_bytes:
+                        place = await asyncio.to_thread(stack.enter_context, making)
+                    else:
+                        place = stack.enter_context(making)
+                    enter = functools.partial(_enter, cgroup, place)
+                launch = Launch.fork(command, _ENVIRONMENT, enter)
+                await launch.entered()
+        except BaseException as error:
+            await _Ahead.undo(cgroup, uid)
+            if isinstance(error, OSError):
+                raise InfrastructureError(f"a sandbox could not be started: {error}") from error
+            raise
+        return _Ahead(cgroup, launch, uid)
+
+    async def _command(
+        self, box_id: str, spec: SandboxSpec, composed: Composed | None, uid: int | None
+    ) -> list[str]:
+        door = door_of(self._state_dir, box_id) if spec.network and self._state_dir else None
         if self._composer is None or self._composer.missing():
-            return await _execute(cgroup.wrap(bwrap.plain(spec.limits, self._agent, None, uid, door)), None)
+            return [*bwrap.plain(spec.limits, self._agent, None, uid, door)]
         places = self._composer.mounts / BOX
         if composed is None:
-            command: Iterable[str] = bwrap.plain(spec.limits, self._agent, places, uid, door)
-        else:
-            command = bwrap.composed(spec.limits, await self._controlled(), places, composed.env, door)
-        trees = composed.trees if composed else ()
-        with contextlib.ExitStack() as stack:
-            entering = private(self._composer.mounts, spec.limits, trees, set(cgroup.folders.values()))
-            if spec.limits.disk_bytes:
-                place = await asyncio.to_thread(stack.enter_context, entering)
-            else:
-                place = stack.enter_context(entering)
-            return await _execute([*command], place)
+            return [*bwrap.plain(spec.limits, self._agent, places, uid, door)]
+        return [*bwrap.composed(spec.limits, await self._controlled(), places, composed.env, door)]
 
     async def _controlled(self) -> Control:
         if self._control is None:
@@ -191,19 +244,6 @@ class Bubblewrap:
             self._composer.leave()
 
 
-async def _execute(command: list[str], place: Private | None) -> asyncio.subprocess.Process:
-    enter: Callable[[], None] | None = place.enter if place else None
-    try:
-        return await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-            limit=1 << 22,
-            preexec_fn=enter,
-            env={"PATH": os.environ.get("PATH", os.defpath)},  # pid 1 of a sandbox shows what it was given
-        )
-    except subprocess.SubprocessError as error:
-        assert place is not None
-        raise InfrastructureError(f"the mounts of a sandbox could not be made: {place.why()}") from error
+def _enter(cgroup: Cgroup, place: Private) -> None:
+    cgroup.enter()  # before anything runs, so that nothing runs outside
+    place.enter()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from sandbox.backends.base import COMMAND_UID, DOOR, agent_command
 from sandbox.backends.cgroups import controllers
+from sandbox.backends.launch import GATE
 from sandbox.layers.built_in import Control
 from sandbox.layers.compose import NO_PRELOAD
 from sandbox.types import Limits
@@ -27,16 +30,16 @@ _MASKED = (
 _CAPABILITIES = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL")
 
 
+@functools.cache
+def program() -> str:
+    """Returns the path of bubblewrap; empty where it is not installed."""
+    return shutil.which("bwrap") or ""
+
+
 def namespaces() -> Iterator[str]:
     """Yields the program and what it keeps from the machine."""
-    yield from (
-        "bwrap",
-        "--unshare-pid",
-        "--unshare-net",
-        "--unshare-ipc",
-        "--unshare-uts",
-        "--unshare-cgroup-try",
-    )
+    yield from (program(), "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts")
+    yield "--unshare-cgroup-try"
     yield from ("--die-with-parent", "--new-session", "--hostname", "sandbox", "--clearenv")
     if os.geteuid() != 0:
         yield from ("--unshare-user", "--uid", str(COMMAND_UID), "--gid", str(COMMAND_UID))
@@ -46,8 +49,13 @@ def namespaces() -> Iterator[str]:
             yield from ("--cap-add", capability)
 
 
-def system() -> Iterator[str]:
-    """Yields the machine's own system as a root, read-only."""
+@functools.cache
+def system() -> tuple[str, ...]:
+    """Returns what makes the machine's own system a root, read-only."""
+    return (*_system(), *masks())
+
+
+def _system() -> Iterator[str]:
     for path in _SYSTEM:
         if os.path.islink(path):
             yield from ("--symlink", os.readlink(path), path)
@@ -57,16 +65,16 @@ def system() -> Iterator[str]:
     for path in _ETC:
         yield from ("--ro-bind-try", path, path)
     yield from ("--proc", "/proc", "--dev", "/dev")
-    yield from masks()
 
 
-def masks() -> Iterator[str]:
-    """Yields covers for what the kernel shows of itself, some of it to its root alone, which the agent is."""
-    yield from (
-        "--ro-bind",
-        "/proc/sys",
-        "/proc/sys",
-    )  # its files are writable to root without any capability
+@functools.cache
+def masks() -> tuple[str, ...]:
+    """Returns covers for what the kernel shows of itself, some to its root alone, which the agent is."""
+    return tuple(_masks())
+
+
+def _masks() -> Iterator[str]:
+    yield from ("--ro-bind", "/proc/sys", "/proc/sys")  # writable to root without any capability
     for path in _MASKED:
         if os.path.isdir(path):
             yield from ("--size", "4096", "--tmpfs", path, "--remount-ro", path)
@@ -91,7 +99,7 @@ def plain(
         uid: The first user of its commands; None to run them as the agent's.
         door: Of its network, if it has one.
     """
-    program, extra = interpreter()
+    python, extra = interpreter()
     yield from namespaces()
     yield from system()
     yield from extra
@@ -104,8 +112,8 @@ def plain(
             yield from ("--size", str(limits.tmpfs_bytes), "--perms", "1777", "--tmpfs", path)
     yield from _door(door)
     yield from ("--ro-bind", str(agent), f"{AGENT_AT}/agent", "--remount-ro", "/")
-    yield from ("--chdir", "/workspace", "--")
-    yield from (program, *_agent(limits, {}, uid, door))
+    yield from ("--block-fd", str(GATE), "--chdir", "/workspace", "--")
+    yield from (python, *_agent(limits, {}, uid, door))
 
 
 def composed(
@@ -126,7 +134,7 @@ def composed(
     yield from ("--ro-bind", str(control.library), f"{AGENT_AT}/lib/{control.library.name}")
     yield from _door(door)
     yield from ("--ro-bind", str(places.parent / NO_PRELOAD), "/etc/ld.so.preload")
-    yield from ("--chdir", "/workspace", "--")
+    yield from ("--block-fd", str(GATE), "--chdir", "/workspace", "--")
     yield from (*control.command(AGENT_AT), *_agent(limits, env, uid, door))
 
 
@@ -140,6 +148,7 @@ def _agent(limits: Limits, env: dict[str, str], uid: int | None, door: Path | No
     return agent_command(AGENT_AT, limits, uid=uid, alone=alone, network=door is not None, env=env)
 
 
+@functools.cache
 def interpreter() -> tuple[str, tuple[str, ...]]:
     """Returns the interpreter of the sandbox and the mounts it needs: the system's, else our own."""
     if Path("/usr/bin/python3").exists():

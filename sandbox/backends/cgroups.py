@@ -33,7 +33,12 @@ _PERIOD_US = 100_000
 SOCKETS = "memory.kmem.tcp.limit_in_bytes"
 """Version 1 counts the buffers of TCP and UDP for nobody until this is set."""
 
+_FIRST_TO_GO = "500"
+"""When the machine lacks memory."""
+
 _REMOVE_S, _FREEZE_S = 5.0, 5.0
+_MADE: set[Path] = set()
+"""The groups of this process that those of sandboxes are made in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +56,29 @@ class Cgroup:
             with contextlib.suppress(OSError):
                 folder = _make(base, _PARENT, name, unified(root))
                 for file, value in values.items():
-                    if (folder / file).exists():
-                        (folder / file).write_text(str(value))
+                    with contextlib.suppress(FileNotFoundError):
+                        _write(f"{folder}/{file}", str(value))
                 folders[controller] = folder
         return cls(folders)
+
+    def enter(self) -> None:
+        """Takes the calling process, which is to be the first of the sandbox, into the groups.
+
+        Raises:
+            OSError: The kernel does not let it.
+        """
+        for folder in sorted(set(self.folders.values())):
+            try:
+                _write(f"{folder}/cgroup.procs", "0")
+            except OSError:  # a node with real-time priority may not enter groups of cores
+                if os.sched_getscheduler(0) == os.SCHED_OTHER:
+                    raise
+        _write("/proc/self/oom_score_adj", _FIRST_TO_GO)
 
     def wrap(self, argv: Iterable[str]) -> list[str]:
         """Returns a command that enters the groups and becomes `argv`, so that nothing runs outside them."""
         enter = "".join(f"echo $$ > {folder}/cgroup.procs; " for folder in sorted(set(self.folders.values())))
-        enter += "echo 500 > /proc/$$/oom_score_adj; "  # when the machine lacks memory, it is to go first
+        enter += f"echo {_FIRST_TO_GO} > /proc/$$/oom_score_adj; "
         return ["/bin/sh", "-c", enter + 'exec "$@"', "sh", *argv]
 
     def oom_counter(self) -> OomCounter:
@@ -90,8 +109,8 @@ class Cgroup:
 
     @property
     def freezes(self) -> bool:
-        """Whether it can be paused."""
-        return "freezer" in self.folders
+        """Whether it can be paused by this process."""
+        return "freezer" in self.folders and os.access(_switch(self.folders["freezer"]), os.W_OK)
 
     async def freeze(self, stop: bool) -> None:
         """Stops all processes in it, or lets them go on; returns when that has happened.
@@ -121,7 +140,7 @@ class Cgroup:
 def container_groups(container: str, root: Path = _ROOT) -> dict[str, Path]:
     """Returns the groups that the engine made for a container, by controller; any version and driver."""
     found: dict[str, Path] = {}
-    for controller in ("memory", "pids", "cpu", "cpuacct"):
+    for controller in ("memory", "pids", "cpu", "cpuacct", "freezer"):
         base = root if unified(root) else root / controller
         for place in (base / "docker" / container, base / f"system.slice/docker-{container}.scope"):
             if place.exists():
@@ -136,7 +155,7 @@ def groups_of(pid: int, root: Path = _ROOT) -> dict[str, Path]:
         for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
             number, names, path = line.split(":", 2)
             if unified(root) and number == "0":
-                found |= dict.fromkeys(("memory", "pids", "cpu"), root / path.lstrip("/"))
+                found |= dict.fromkeys(("memory", "pids", "cpu", "freezer"), root / path.lstrip("/"))
             elif not unified(root):
                 places = {name: root / name / path.lstrip("/") for name in names.split(",") if name}
                 found |= {name: place for name, place in places.items() if place.exists()}
@@ -152,6 +171,7 @@ def controllers(root: Path = _ROOT) -> frozenset[str]:
     return frozenset(probe.folders)
 
 
+@functools.cache
 def unified(root: Path) -> bool:
     """Whether the machine has version 2 of control groups."""
     return (root / "cgroup.controllers").exists()
@@ -199,7 +219,7 @@ def own_groups(root: Path = _ROOT) -> dict[str, list[Path]]:
     """Returns the groups of this node's sandboxes, by sandbox; other groups beside them are left out."""
     found: dict[str, list[Path]] = {}
     for node in _nodes(root):
-        if node.name == _node_name(os.getpid()):
+        if node.name == _own_name(os.getpid()):
             for path in node.glob("*"):
                 if path.is_dir() and _SANDBOX.fullmatch(path.name):
                     found.setdefault(path.name, []).append(path)
@@ -208,7 +228,7 @@ def own_groups(root: Path = _ROOT) -> dict[str, list[Path]]:
 
 def leave(root: Path = _ROOT) -> None:
     """Removes the groups that hold those of this node, which ends."""
-    remove_groups([node for node in _nodes(root) if node.name == _node_name(os.getpid())])
+    remove_groups([node for node in _nodes(root) if node.name == _own_name(os.getpid())])
 
 
 def _nodes(root: Path) -> list[Path]:
@@ -240,15 +260,30 @@ def _settings(limits: Limits, v2: bool) -> dict[str, dict[str, str | int]]:
 
 
 def _make(base: Path, parent: str, name: str, v2: bool) -> Path:
+    place = base / parent / _own_name(os.getpid())
+    if place in _MADE:
+        with contextlib.suppress(FileNotFoundError):
+            (place / name).mkdir(exist_ok=True)
+            return place / name
     folder = base
-    for part in (parent, _node_name(os.getpid()), name):
+    for part in (parent, place.name, name):
         if v2:
             (folder / "cgroup.subtree_control").write_text("+memory +pids +cpu")
         folder = folder / part
         folder.mkdir(exist_ok=True)
         if part == _IDLE_PARENT:
             _be_idle(folder)
+    _MADE.add(place)
     return folder
+
+
+def _write(path: str, text: str) -> None:
+    """Writes a file of the kernel that is there, without the layers of a Python file."""
+    fd = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC)
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)
 
 
 def _be_idle(folder: Path) -> None:
@@ -262,6 +297,11 @@ def _be_idle(folder: Path) -> None:
 def _node_name(pid: int) -> str:
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return f"{pid}-{fields[19]}" if fields[0] != "Z" else ""
+
+
+@functools.cache
+def _own_name(pid: int) -> str:
+    return _node_name(pid)
 
 
 def _alive(node: str) -> bool:
@@ -291,10 +331,16 @@ def remove_groups(folders: Iterable[Path]) -> None:
 
 
 def _set_frozen(folder: Path, stop: bool) -> None:
-    if (folder / "cgroup.freeze").exists():
-        (folder / "cgroup.freeze").write_text("1" if stop else "0")
-    elif (folder / "freezer.state").exists():
-        (folder / "freezer.state").write_text("FROZEN" if stop else "THAWED")
+    switch = _switch(folder)
+    if switch.name == "cgroup.freeze":
+        switch.write_text("1" if stop else "0")
+    elif switch.exists():
+        switch.write_text("FROZEN" if stop else "THAWED")
+
+
+def _switch(folder: Path) -> Path:
+    v2 = folder / "cgroup.freeze"
+    return v2 if v2.exists() else folder / "freezer.state"
 
 
 def _frozen(folder: Path) -> bool:

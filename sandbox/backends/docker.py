@@ -1,8 +1,9 @@
 """The container tier: one hardened Docker container per sandbox, its main process the resident agent.
 
-The channel is the container's attached stdin and stdout, so no command costs a call of the daemon. When the
-node dies the daemon closes the container's stdin, the agent ends, and the daemon removes the container;
-what stays for another reason carries labels, by which the next node finds and removes it.
+The channel is a Unix socket that the agent opens before anything else runs: nothing of the engine lies
+between node and agent, and neither an engine that is slow nor one that dies holds up a command. When the
+node dies the agent ends with its channel, and the engine removes the container; what stays for another reason
+carries labels, by which the next node finds and removes it.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import struct
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Generator, Iterator, Set
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,20 +23,25 @@ import docker.types
 import requests.exceptions
 
 from sandbox.backends import cgroups
-from sandbox.backends.base import COMMAND_UID, DOOR, Started, agent_command, refuse_layers
+from sandbox.backends.base import (
+    CHANNEL,
+    COMMAND_UID,
+    DOOR,
+    Started,
+    Unprepared,
+    agent_command,
+    refuse_layers,
+)
 from sandbox.backends.users import USERS
-from sandbox.egress import jail
-from sandbox.egress.doors import door_of
-from sandbox.errors import InfrastructureError, PolicyError, ProtocolError
+from sandbox.egress import doors, jail
+from sandbox.errors import InfrastructureError, PolicyError
 from sandbox.images import AGENT_FOLDER, ImageError, ensure_image
 from sandbox.layers.compose import Composer
 from sandbox.layers.containers import ContainerRoots, Layered
 from sandbox.types import Capabilities, Limits, SandboxSpec
 
 STATE_DIR, OWNER, BOX = "tempering.state_dir", "tempering.owner", "tempering.sandbox"
-_STREAM_HEADER = struct.Struct("!BxxxI")
-_STDOUT, _STDERR = 1, 2
-_MAX_CHUNK, _MAX_STDERR = 1 << 20, 1 << 20
+_CALL_S, _LOOK_S = 60.0, 1.0
 _FREEZES, _FREEZE_RETRY_S = 5, 0.05
 _LEAST_SHARES = 2
 """The least weight of a container, 1024 as a rule; with version 2 the engine sets `cpu.weight` 1."""
@@ -43,7 +49,7 @@ _LEAST_SHARES = 2
 _UNREACHABLE = (docker.errors.DockerException, requests.exceptions.RequestException)
 
 
-class Docker:
+class Docker(Unprepared):
     """Starts sandboxes as containers of the local engine, for the node of one state folder."""
 
     name = "docker"
@@ -54,6 +60,7 @@ class Docker:
         self._client: Any = None
         self._image: str = ""
         self._remapped = False
+        self._channels = state_dir / "channels" if state_dir else None
         self._making = asyncio.Lock()
 
     async def missing(self) -> str:
@@ -96,10 +103,11 @@ class Docker:
         uid = USERS.take()
         try:
             layered = await self._layered(box_id, spec)
-            container = await self._container(box_id, owner, spec, layered, uid)
-            stream = await asyncio.to_thread(_attach, container)
-            reader, writer = await asyncio.open_connection(sock=_socket_of(stream), limit=1 << 22)
-            await asyncio.to_thread(container.start)
+            await asyncio.to_thread(self._connect)
+            with _listening(self._channel(box_id)) as listener:
+                container = await self._container(box_id, owner, spec, layered, uid)
+                await asyncio.to_thread(container.start)
+                reader, writer = await _called(listener, container)
         except BaseException as error:
             if container is not None:
                 with contextlib.suppress(*_UNREACHABLE):  # then the reaper finds it when the engine is back
@@ -124,11 +132,16 @@ class Docker:
             ):  # the agent ends with its channel, and the container then
                 await asyncio.to_thread(_remove, container)
                 USERS.give_back(uid)
-            stream.close()
             if layered is not None:
                 await asyncio.to_thread(layered.release)
 
+        frozen = cgroups.Cgroup(dict(groups))
+
         async def pause(stop: bool) -> None:
+            """By the kernel itself where that can be: the engine runs a program for it."""
+            if frozen.freezes:
+                await frozen.freeze(stop)
+                return
             try:
                 await asyncio.to_thread(_freeze, container, stop)
             except _UNREACHABLE as error:
@@ -144,7 +157,7 @@ class Docker:
 
         writable, started = (layered.writable, layered.spec) if layered else (None, None)
         return Started(
-            Demultiplexed(reader), writer, kill, oom_kills, pause, lambda: groups,
+            reader, writer, kill, oom_kills, pause, lambda: groups,
             writable=writable, spec=started, settle=settle,
         )  # fmt: skip
 
@@ -223,6 +236,9 @@ class Docker:
             client.ping()
             security = str(client.info().get("SecurityOptions"))
             self._remapped = "name=userns" in security or "name=rootless" in security
+            if self._remapped and self._channels is not None:  # it cannot go through folders that are ours
+                self._channels = Path(tempfile.mkdtemp(prefix="tempering-"))
+                self._channels.chmod(0o711)
             self._client = client
         return self._client
 
@@ -235,20 +251,29 @@ class Docker:
             if layered.writable is not None:
                 del settings["tmpfs"]["/workspace"]
         env = layered.env if layered else {}
-        agent = agent_command(AGENT_FOLDER, spec.limits, uid=uid, alone=False, network=network, env=env)
+        agent = agent_command(
+            AGENT_FOLDER, spec.limits, uid=uid, alone=False, network=network, env=env, channel=True
+        )
         return self._connect().containers.create(
             image,
             [*(layered.interpreter if layered else ["/usr/bin/python3"]), *agent],
             volumes=layered.volumes if layered else {},
-            mounts=[self._door(box_id)] if network else [],
+            mounts=[self._bound(CHANNEL, self._channel(box_id)), *([self._door(box_id)] if network else [])],
             name=f"tempering-{box_id}",
             labels={**spec.labels, STATE_DIR: str(self._state_dir), OWNER: owner, BOX: box_id},
             **settings,
         )
 
+    def _channel(self, box_id: str) -> Path:
+        assert self._channels is not None, "a backend without a state folder only looks around"
+        return self._channels / box_id
+
     def _door(self, box_id: str) -> docker.types.Mount:
         assert self._state_dir is not None
-        return docker.types.Mount(DOOR, str(door_of(self._state_dir, box_id)), type="bind", read_only=True)
+        return self._bound(DOOR, doors.door_of(self._state_dir, box_id))
+
+    def _bound(self, target: str, source: Path) -> docker.types.Mount:
+        return docker.types.Mount(target, str(source), type="bind", read_only=True)
 
     def _reclaim(self, state_dir: Path) -> list[str]:
         removed: list[str] = []
@@ -262,35 +287,6 @@ class Docker:
         return removed
 
 
-class Demultiplexed:
-    """The standard output of a container out of the engine's stream of framed chunks."""
-
-    def __init__(self, reader: asyncio.StreamReader):
-        self._reader, self._pending = reader, bytearray()
-        self._dropped = 0
-
-    async def readexactly(self, n: int) -> bytes:
-        """Reads exactly `n` bytes of standard output; standard error is dropped.
-
-        Raises:
-            ProtocolError: The stream is not one of the engine's chunks, or floods standard error.
-        """
-        while len(self._pending) < n:
-            kind, size = _STREAM_HEADER.unpack(await self._reader.readexactly(_STREAM_HEADER.size))
-            if kind not in (_STDOUT, _STDERR) or size > _MAX_CHUNK:
-                raise ProtocolError(f"the engine's stream has a chunk of kind {kind} and {size} bytes")
-            chunk = await self._reader.readexactly(size)
-            if kind == _STDOUT:
-                self._pending += chunk
-            elif (dropped := self._dropped + size) > _MAX_STDERR:
-                raise ProtocolError(f"the agent wrote {dropped} bytes to its standard error")
-            else:
-                self._dropped = dropped
-        data = bytes(self._pending[:n])
-        del self._pending[:n]
-        return data
-
-
 def hardening(limits: Limits) -> dict[str, Any]:
     """Returns the settings of a container for untrusted code, as arguments of `containers.create`.
 
@@ -298,7 +294,6 @@ def hardening(limits: Limits) -> dict[str, Any]:
     commands run as other users, without any.
     """
     return {
-        "stdin_open": True,
         "auto_remove": True,
         "network_mode": "none",
         "read_only": True,
@@ -313,7 +308,6 @@ def hardening(limits: Limits) -> dict[str, Any]:
         "memswap_limit": limits.memory_bytes,
         "nano_cpus": int(limits.cpus * 1e9),
         "shm_size": limits.tmpfs_bytes,
-        "init": True,
         "log_config": docker.types.LogConfig(type="none"),
         "ulimits": list(_ulimits(limits)),
         "environment": {},
@@ -343,14 +337,40 @@ def _freeze(container: Any, stop: bool) -> None:
         time.sleep(_FREEZE_RETRY_S)
 
 
-def _attach(container: Any) -> Any:
-    return container.attach_socket(params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
+@contextlib.contextmanager
+def _listening(path: Path) -> Generator[socket.socket]:
+    """Listens where a container finds its channel, for one caller."""
+    with doors.listen(path) as listener:
+        listener.setblocking(False)
+        try:
+            yield listener
+        finally:
+            path.unlink(missing_ok=True)
 
 
-def _socket_of(stream: Any) -> socket.socket:
-    sock: socket.socket = stream._sock
-    sock.setblocking(False)
-    return sock
+async def _called(
+    listener: socket.socket, container: Any
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Returns the channel to the agent once it has opened it.
+
+    Raises:
+        InfrastructureError: The container has ended before.
+    """
+    loop, deadline = asyncio.get_running_loop(), time.monotonic() + _CALL_S
+    calling = asyncio.create_task(loop.sock_accept(listener))
+    while not (await asyncio.wait({calling}, timeout=_LOOK_S))[0]:
+        if time.monotonic() > deadline or not await asyncio.to_thread(_runs, container):
+            calling.cancel()
+            raise InfrastructureError("Docker did not start the sandbox: its agent never called")
+    return await asyncio.open_connection(sock=calling.result()[0], limit=1 << 22)
+
+
+def _runs(container: Any) -> bool:
+    try:
+        container.reload()
+    except docker.errors.NotFound:  # the engine removes it when it ends
+        return False
+    return container.status in ("created", "running")
 
 
 def _groups(container: Any) -> dict[str, Path]:

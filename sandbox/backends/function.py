@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 
 from sandbox.backends import userns
-from sandbox.backends.base import Started, agent_command, refuse_layers
+from sandbox.backends.base import Started, Unprepared, agent_command, refuse_layers
 from sandbox.backends.cgroups import Cgroup, controllers, leave, sweep
 from sandbox.backends.users import USERS
 from sandbox.errors import InfrastructureError
@@ -41,7 +41,7 @@ _MISSING = {
 _PROBE_S, _PROBED = 20.0, 1 << 30
 
 
-class Function:
+class Function(Unprepared):
     """Starts workers with `bwrap` in a user namespace."""
 
     name = "function"

@@ -21,7 +21,7 @@ from dataclasses import replace as changed
 from pathlib import Path
 from typing import Any
 
-from sandbox.backends.base import COMMAND_UID, Started, agent_command, refuse_layers
+from sandbox.backends.base import COMMAND_UID, Started, Unprepared, agent_command, refuse_layers
 from sandbox.backends.cgroups import Cgroup, controllers, leave, sweep
 from sandbox.errors import InfrastructureError
 from sandbox.toolkit import build
@@ -62,7 +62,7 @@ class _Bundle:
         ]  # fmt: skip
 
 
-class Gvisor:
+class Gvisor(Unprepared):
     """Starts sandboxes with `runsc run`."""
 
     name = "gvisor"

@@ -11,7 +11,7 @@ import contextlib
 import os
 import secrets
 import subprocess
-from collections.abc import Collection, Generator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,33 +51,19 @@ class Private:
     limits: Limits
     trees: tuple[Path, ...]
     device: str
-    pipe: tuple[int, int]
     others: tuple[Path, ...]
-    groups: tuple[Path, ...]
-
-    def why(self) -> str:
-        """Returns what went wrong in the child."""
-        with contextlib.suppress(BlockingIOError):
-            return os.read(self.pipe[0], 4096).decode(errors="replace")
-        return "the child ended before it said why"
 
     def enter(self) -> None:
-        """Enters the control groups and makes the mounts; what goes wrong ends the child, and `why` says it.
+        """Makes the mounts, in a namespace of their own.
 
         Raises:
             OSError: The kernel did not.
         """
-        try:
-            for group in self.groups:  # before anything runs, so that nothing runs outside them
-                _enter_group(group)
-            own_namespace()
-            for other in self.others:  # what the node has mounted for others would live as long as this one
-                with contextlib.suppress(OSError):
-                    unmount(other)
-            self._mount()
-        except OSError as error:
-            os.write(self.pipe[1], str(error).encode())
-            raise
+        own_namespace()
+        for other in self.others:  # what the node has mounted for others would live as long as this one
+            with contextlib.suppress(OSError):
+                unmount(other)
+        self._mount()
 
     def _mount(self) -> None:
         box = os.fsencode(self.mounts / BOX)
@@ -99,17 +85,6 @@ class Private:
                 os.chmod(box + b"/" + name.encode(), 0o1777)
         if self.trees:
             overlay(self.trees, self.mounts / BOX)
-
-
-def _enter_group(group: Path) -> None:
-    fd = os.open(group / "cgroup.procs", os.O_WRONLY)
-    try:
-        os.write(fd, b"0")
-    except OSError:  # a node with real-time priority may not enter groups of cores
-        if os.sched_getscheduler(0) == os.SCHED_OTHER:
-            raise
-    finally:
-        os.close(fd)
 
 
 def overlay(trees: tuple[Path, ...], at: Path) -> None:
@@ -135,30 +110,22 @@ def tmpfs(limits: Limits, mode: int) -> bytes:
 
 
 @contextlib.contextmanager
-def private(
-    mounts: Path, limits: Limits, trees: tuple[Path, ...], groups: Collection[Path]
-) -> Generator[Private]:
+def private(mounts: Path, limits: Limits, trees: tuple[Path, ...]) -> Generator[Private]:
     """Gives what a child does before it becomes the sandbox; blocks when a file is to be made on disk.
 
     Args:
         mounts: The node's folder of mounts.
         limits: Of the sandbox.
         trees: Of the layers of its root, the uppermost first; none if it has the machine's own.
-        groups: The control groups that it is in.
 
     Raises:
         RefusedError: The disk has no room for it.
         InfrastructureError: There is no disk for it.
     """
     (mounts / BOX).mkdir(mode=0o700, parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        pipe = os.pipe()
-        for fd in pipe:
-            stack.callback(os.close, fd)
-        os.set_blocking(pipe[0], False)
-        device = stack.enter_context(disk(mounts, limits)) if limits.disk_bytes else ""
+    with disk(mounts, limits) if limits.disk_bytes else contextlib.nullcontext("") as device:
         others = tuple(path for path in mounts.iterdir() if path not in trees and path.name != BOX)
-        yield Private(mounts, limits, trees, device, pipe, others, tuple(groups))
+        yield Private(mounts, limits, trees, device, others)
 
 
 @contextlib.contextmanager

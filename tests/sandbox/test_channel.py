@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sandbox.backends.docker import Demultiplexed
 from sandbox.channel import MAX_BODY, MAX_HEADER, encode, read_frame
 from sandbox.errors import LostError, ProtocolError, SandboxError
 
@@ -41,23 +40,6 @@ def test_frames_survive_split_reads(frames: list[tuple[dict[str, object], bytes]
         assert [await read_frame(reader) for _ in frames] == frames
         with pytest.raises(LostError):
             await read_frame(reader)
-        await feeding
-
-    asyncio.run(check())
-
-
-@settings(deadline=None, max_examples=50)
-@given(
-    st.lists(st.tuples(st.booleans(), st.binary(max_size=20)), max_size=9),
-    st.lists(st.integers(0, 1000), max_size=9),
-)
-def test_the_engines_stream_survives_split_reads(chunks: list[tuple[bool, bytes]], cuts: list[int]) -> None:
-    async def check() -> None:
-        reader = asyncio.StreamReader()
-        data = b"".join(struct.pack("!BxxxI", 1 if out else 2, len(text)) + text for out, text in chunks)
-        feeding = asyncio.create_task(feed(reader, pieces(data, cuts)))
-        wanted = b"".join(text for out, text in chunks if out)
-        assert await Demultiplexed(reader).readexactly(len(wanted)) == wanted
         await feeding
 
     asyncio.run(check())
@@ -103,13 +85,6 @@ async def test_a_stream_that_ends(data: bytes) -> None:
     reader.feed_eof()
     with pytest.raises(LostError):
         await read_frame(reader)
-
-
-async def test_a_chunk_of_an_unknown_kind() -> None:
-    reader = asyncio.StreamReader()
-    reader.feed_data(struct.pack("!BxxxI", 7, 1) + b"x")
-    with pytest.raises(ProtocolError, match="kind 7"):
-        await Demultiplexed(reader).readexactly(1)
 
 
 def test_what_is_too_large_is_not_sent() -> None:

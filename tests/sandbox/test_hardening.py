@@ -18,7 +18,7 @@ import pytest
 from sandbox.admission import NodeLimits, admit
 from sandbox.archives import read_archive
 from sandbox.backends import cgroups
-from sandbox.backends.docker import Demultiplexed
+from sandbox.backends.base import CHANNEL
 from sandbox.backends.users import Users
 from sandbox.client import Fleet, RemoteBox
 from sandbox.connection import Connection
@@ -27,7 +27,6 @@ from sandbox.errors import (
     FileError,
     InfrastructureError,
     PolicyError,
-    ProtocolError,
     UnsafeTreeError,
     printable,
 )
@@ -252,12 +251,11 @@ def test_buffers_of_sockets_count_as_memory(tmp_path: Path) -> None:
     assert settings["memory"][cgroups.SOCKETS] == 77 << 20
 
 
-async def test_a_flood_on_standard_error_ends_the_channel() -> None:
-    reader = asyncio.StreamReader()
-    frames = Demultiplexed(reader)
-    reader.feed_data(struct.pack("!BxxxI", 2, 4) + b"oops" + struct.pack("!BxxxI", 1, 2) + b"ok")
-    assert await frames.readexactly(2) == b"ok"
-    for _ in range(17):
-        reader.feed_data(struct.pack("!BxxxI", 2, 1 << 16) + bytes(1 << 16))
-    with pytest.raises(ProtocolError, match="standard error"):
-        await frames.readexactly(1)
+@pytest.mark.docker
+async def test_the_channel_of_a_container_takes_no_second_caller(state_dir: Path) -> None:
+    async with await Fleet.connect(backend="docker", state_dir=state_dir, owner="second caller") as fleet:
+        box = await fleet.create(SandboxSpec())
+        source = f"import socket; socket.socket(socket.AF_UNIX).connect({CHANNEL!r})"
+        assert b"ConnectionRefusedError" in await says(box, source)
+        assert not [*(state_dir / "channels").iterdir()]
+        assert (await box.exec("echo still")).stdout == b"still\n"

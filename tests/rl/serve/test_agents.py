@@ -6,18 +6,22 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+import envs.registry
 import envs.scaffolds
 from envs.agents import ProcessAgent, result_of
+from envs.check import check_environment
 from envs.definition import Definition
 from envs.types import Boundary, FinishReason, Missing, Score, Status, StopReason, Task, TrajectoryKey
 from model.engine.sampler import SamplingParams
 from rl.rollout.assignment import Assignment, request_seed
-from rl.rollout.config import RolloutConfig
+from rl.rollout.config import RolloutConfig, RolloutConfigError
 from rl.rollout.wal import TokenLog
 from rl.rollout.worker import Worker
 from rl.serve.agents import AgentDoor
@@ -70,7 +74,7 @@ async def worker(agent: Any, *turns: str, log: TokenLog | None = None, **setting
     async with AsyncExitStack() as stack:
         door = AgentDoor(engine, taps, CHAT, config.max_total_tokens, stack)
         scaffold = envs.scaffolds.load("external")
-        env = environment(agent)
+        env = agent if hasattr(agent, "tasks") else environment(agent)
         yield Worker(env, scaffold, engine, CHAT, None, None, log, config, max_turns=max_turns, door=door)
 
 
@@ -318,3 +322,28 @@ async def test_a_program_that_takes_another_way_after_an_interruption_is_served_
     again.close()
     assert isinstance(trajectory.score, Score) and trajectory.score.value == 1.0
     assert len(trajectory.turns) == 1
+
+
+async def test_the_example_is_sound_and_its_agent_is_trained_as_it_is():
+    env = envs.registry.load(str(Path(__file__).parents[3] / "examples/agent.py"))
+    report = await check_environment(env, 5)
+    assert report.passed, str(report)
+    task = next(env.tasks("train", 0))
+    question, gold = task.prompt[0].content.removesuffix("="), task.gold
+    for said, value in ((gold, 1.0), ("1", 0.0)):
+        async with worker(env, f"<call>{question}</call>", f"<answer>{said}<end>") as held:
+            trajectory = await held.run(replace(assignment(), task=task))
+        assert trajectory.score == Score(value, {"right": value})
+        assert trajectory.turns[1].prompt_ids == tuple(ids(f"<obs>{gold}</obs>"))
+
+
+def test_an_environment_without_a_program_is_refused_at_the_start():
+    engine = ScriptedEngine(lambda request: [])
+    calc = envs.registry.load("sort")
+    with pytest.raises(RolloutConfigError, match=r"@NAME\.agent"):
+        Worker(calc, envs.scaffolds.load("external"), engine, CHAT, None, None, None, RolloutConfig())
+
+
+def test_a_function_that_is_not_async_is_refused():
+    with pytest.raises(TypeError, match="async function"):
+        environment(lambda task, access: "4042")
