@@ -1,10 +1,11 @@
 """The comparison of simulated with real engines."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.rollout_sim.costs import Costs
 from benchmarks.rollout_sim.schedulers import RULES
 from benchmarks.rollout_sim.simulate import Simulation
 from benchmarks.rollout_sim.validate import COSTS, Probe, RealEngine, ShortTrace, open_engine
@@ -39,17 +40,13 @@ def test_costs_are_found_in_measured_steps(policy):
 
 
 def test_a_real_engine_samples_every_token_of_the_trace_and_books_its_version(policy):
-    costs = Costs(replicas=1, slots=16, groups_per_step=1, group_size=2, in_flight=4, sandbox_failure=0.0)
+    costs = replace(COSTS, groups_per_step=1, group_size=2, in_flight=4, staleness=0, trainer_s=0.01)
     probe = Probe(open_engine(policy, 0), np.random.default_rng(0))
-    engines = RealEngine(open_engine(policy, COSTS.in_flight), probe)
+    engines = RealEngine(open_engine(policy, costs.in_flight), probe)
     trace = ShortTrace(0)
     simulation = Simulation(costs, trace, RULES["ours"](costs), steps=2, warm_up=0, engines=engines)
     result = simulation.run()
-    trained = [trace.work(number, 0) for number in range(64)]
     assert result.samples == 4
-    assert (result.tokens + result.masked) in {
-        sum(sum(trained[2 * g + i].outputs) for g in pair for i in range(2))
-        for pair in ((a, b) for a in range(8) for b in range(a))
-    }
-    assert max(result.lags) <= costs.staleness
-    assert engines.steps > 0
+    assert result.tokens == sum(sum(trace.work(number, 0).outputs) for number in range(4))
+    assert set(result.lags) == {0}
+    assert engines.steps >= max(sum(trace.work(number, 0).outputs) for number in range(4))
