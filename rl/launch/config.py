@@ -214,6 +214,8 @@ class EngineSection(Section):
         prefix_store: where beginnings of histories are kept for later requests: nowhere (off), in
             memory, or in memory and on disk. Needs engine.storage=packed.
         prefix: its sizes.
+        persist_from: an interruption keeps the caches of turns with at least so many tokens on disk, beside
+            the token log; shorter ones are computed again.
         scales_every: in every so many-th forward pass block scales at their limits are counted
             (`quant/rollout/...`); 0 never counts.
     """
@@ -225,6 +227,7 @@ class EngineSection(Section):
     temperature: float = Field(default=1.0, gt=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
+    persist_from: int = Field(default=256, ge=1)
     speculate: Literal["off", "rejection", "coupled"] = "off"
     draft_length: int | None = Field(default=None, ge=1)
     storage: Literal["dense", "packed"] = "dense"
@@ -329,6 +332,7 @@ class Launcher(Section):
         replicas: generator processes; samples go to the least loaded. A resumed run keeps its number.
         prefill_replicas: engines that compute prompts for the generators, which then only decode; 0: each
             generator computes its own.
+        encode_replicas: engines that encode images for the prefill engines; 0: these do it themselves.
         restarts: how often a process may die without progress between; a successor goes on with its samples.
         weights: how they travel: `shared_memory` within one host, `object_store` or `collective` (NCCL
             between GPUs, Gloo between CPUs) between hosts.
@@ -342,6 +346,7 @@ class Launcher(Section):
     placement: Literal["split", "colocated"] = "split"
     replicas: int = Field(default=1, ge=1)
     prefill_replicas: int = Field(default=0, ge=0)
+    encode_replicas: int = Field(default=0, ge=0)
     restarts: int = Field(default=3, ge=0)
     weights: Medium = "shared_memory"
     weights_deadline_s: float = Field(default=120.0, gt=0)
@@ -358,6 +363,11 @@ class Launcher(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
+        if self.encode_replicas and not self.prefill_replicas:
+            raise ValueError(
+                f"launcher.encode_replicas={self.encode_replicas} encode images for prefill engines, and "
+                "there are none: set launcher.prefill_replicas to at least 1, or launcher.encode_replicas=0"
+            )
         if self.placement == "colocated" and (self.replicas > 1 or self.prefill_replicas):
             raise ValueError(
                 f"launcher.placement=colocated is one process that trains and generates; with "
@@ -419,6 +429,12 @@ class RunConfig(Section):
                 "model.exact=true promises the trainer's numbers to the last bit, and "
                 "rollout.kv_on_update=keep goes on with keys that earlier weights computed; set "
                 "rollout.kv_on_update=recompute (or rollout.staleness=0, which updates nothing in flight)"
+            )
+        if self.launcher.prefill_replicas and self.trainer.replay_choices != "off":
+            raise ValueError(
+                f"launcher.prefill_replicas={self.launcher.prefill_replicas} hand prompts on without the "
+                "experts that the token log keeps for trainer.replay_choices; set "
+                "launcher.prefill_replicas=0 or trainer.replay_choices=off"
             )
         if self.run.resume and self.run.clean:
             raise ValueError("run.resume and run.clean exclude each other; give one of them")

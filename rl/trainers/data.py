@@ -18,6 +18,7 @@ import numpy as np
 from envs.base import Environment
 from envs.types import Message, Role, Task, ToolSpec, Trajectory, Turn
 from model.choices import Choices, SamplingMask
+from rl.rollout.recorded import unpack
 from rl.trainers.choices import ReplayChoices, branch_choices, branch_mask
 
 Columns = tuple[list[int], list[bool], list[float], list[int]]
@@ -63,6 +64,7 @@ class Sample:
         sampling_mask: what each of n tokens could have been; its log-probability is renormalised over that.
         replay_starts: (encoder, decoder) positions at which the sampler started its windows anew; the
             trainer's tokens see no window keys before them.
+        states: int8 [n], how the sampler computed a token's context (`ContextState`); -1: it did not say.
     """
 
     token_ids: np.ndarray
@@ -79,6 +81,7 @@ class Sample:
     choices: Choices | None = None
     sampling_mask: SamplingMask | None = None
     replay_starts: tuple[tuple[int, int], ...] = ()
+    states: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         columns = (self.token_ids, self.loss_mask, self.logprobs, self.advantages, self.policy_version)
@@ -147,6 +150,7 @@ def trajectory_samples(
                 choices=None if choices is None else choices.first(len(keep)),
                 sampling_mask=None if kept is None else kept[: len(keep)],
                 replay_starts=tuple(start for turn in branch for start in turn.replay_starts),
+                states=_branch_states(branch)[: len(keep)],
             )
         )
     return samples
@@ -169,6 +173,16 @@ def _branch_columns(branch: Sequence[Turn], name: str) -> Columns:
         _append(columns, turn.prompt_ids, trained=False)
         _append(columns, turn.completion_ids, turn.logprobs, turn.policy_versions, trained=True)
     return columns
+
+
+def _branch_states(branch: Sequence[Turn]) -> np.ndarray:
+    parts: list[np.ndarray] = []
+    for turn in branch:
+        recorded = None if turn.replay is None else turn.replay.states
+        unknown = np.full(len(turn.completion_ids), -1, np.int8)
+        states = unknown if recorded is None else unpack(recorded).astype(np.int8)
+        parts += [np.full(len(turn.prompt_ids), -1, np.int8), states]
+    return np.concatenate(parts) if parts else np.zeros(0, np.int8)
 
 
 def _append(

@@ -17,6 +17,7 @@ from rl.algorithms import AlgorithmConfig, LossInputs, objective
 from rl.trainers.base import Trainer
 from rl.trainers.batch import Batch, build_batch
 from rl.trainers.choices import ReplayChoices
+from rl.trainers.classes import ClassGaps
 from rl.trainers.draft import DraftConfig
 from rl.trainers.forward import TokenOutputs, token_outputs
 from rl.trainers.measure import Measures
@@ -126,28 +127,36 @@ class RLTrainer(Trainer):
             recovered_groups=self.recovered_groups,
             replay=self.config.replay_choices,
         )
-        measures = Measures()
+        measures, classes = Measures(), ClassGaps(self.recovered_groups)
         updated: dict[str, float] = {}
         scales: dict[str, float] = {}
         if batch.samples:
             self.policy.fake_quant = self.fake_quant
-            load, scales = self._accumulate_and_count(batch, measures)
+            load, scales = self._accumulate_and_count(batch, measures, classes)
             updated = self.update(load)
         self.steps += 1
         self.version = self.steps
-        metrics = {**_dropped(batch.dropped), **measures.summary(), **updated, **batch.statistics()}
+        metrics = {
+            **_dropped(batch.dropped),
+            **measures.summary(),
+            **classes.summary(),
+            **updated,
+            **batch.statistics(),
+        }
         metrics["updates"] = float(bool(batch.samples))
         drafted = {f"draft/{name}": value for name, value in self.update_drafter().items()}
         return {f"train/{name}": value for name, value in metrics.items()} | scales | drafted
 
-    def _accumulate_and_count(self, batch: Batch, measures: Measures) -> tuple[Tensor, dict[str, float]]:
+    def _accumulate_and_count(
+        self, batch: Batch, measures: Measures, classes: ClassGaps
+    ) -> tuple[Tensor, dict[str, float]]:
         """`_accumulate`, and in every `scales_every`-th step what the forward passes rounded."""
         if not self.config.scales_every or self.steps % self.config.scales_every:
-            return self._accumulate(batch, measures), {}
+            return self._accumulate(batch, measures, classes), {}
         with ScaleMonitor(self.policy) as monitor:
-            return self._accumulate(batch, measures), monitor.metrics("train")
+            return self._accumulate(batch, measures, classes), monitor.metrics("train")
 
-    def _accumulate(self, batch: Batch, measures: Measures) -> Tensor:
+    def _accumulate(self, batch: Batch, measures: Measures, classes: ClassGaps) -> Tensor:
         """Adds up the gradients over the micro-batches; returns the expert load."""
         device, samples = self.policy.device, batch.samples
         weights = torch.from_numpy(batch.weights).to(device=device, dtype=torch.float32)
@@ -171,6 +180,7 @@ class RLTrainer(Trainer):
             (part.loss + extra).backward()
             self.teach_drafter(micro, outputs, share)
             measures.add(inputs, part, batch.fresh[list(micro.indices)])
+            classes.add(inputs, members)
             load = load + outputs.aux.expert_load.detach()
         return load
 

@@ -20,6 +20,8 @@ def test_the_experiment_sets_what_it_says_and_overrides_win():
 
 def test_every_preset_of_every_group_is_valid():
     groups = config_groups()
+    for experiment in groups.pop("experiment"):
+        load_config([f"experiment={experiment}"])
     for place in range(max(map(len, groups.values()))):
         chosen = [f"{g}={names[place % len(names)]}" for g, names in groups.items() if g != "experiment"]
         load_config([*chosen, *(["env.mixture.calc=1"] if "env=mixture" in chosen else [])])

@@ -80,6 +80,25 @@ def without(branch, name):
     return [replace(turn, replay=replace(turn.replay, **{name: None})) for turn in branch]
 
 
+def test_selections_are_recorded_and_repeated(policy, make_trajectory) -> None:
+    engine = Engine(
+        policy, max_requests=4, max_tokens=64, replay="off", capture=True, capture_selections=True
+    )
+    for branch in two_turns(policy, engine):
+        (sample,) = trajectory_samples(make_trajectory([branch]), 1.0)
+        assert sample.choices is not None and sample.choices.selections is not None
+        free = Capture(selections_too=True)
+        tokens = torch.from_numpy(sample.token_ids.astype(np.int64))
+        with torch.no_grad():
+            policy(PackedTokens(tokens, torch.tensor([0, len(tokens)])), capture=free)
+        assert sample.choices.selections.keys() == free.selections.keys()
+        for layer, keys in sample.choices.selections.items():
+            ran = (keys != FREE).any(-1)
+            assert ran.any() and torch.equal(keys[ran], free.selections[layer][ran])
+        (fewer,) = trajectory_samples(make_trajectory([branch]), 1.0, replay="experts")
+        assert fewer.choices is not None and fewer.choices.selections is None
+
+
 def test_a_truncated_batch_trains_on_the_truncated_distribution(policy, make_trajectory, make_group) -> None:
     engine = Engine(policy, max_requests=4, max_tokens=64, capture=True)
     branches = two_turns(policy, engine, top_p=0.8)
