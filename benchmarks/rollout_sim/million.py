@@ -8,6 +8,7 @@ last line is `million M MB, G% growth`; exit status 1 above 5 % growth or 4 GB.
 from __future__ import annotations
 
 import resource
+import sys
 import time
 
 from benchmarks.rollout_sim.costs import Costs
@@ -53,3 +54,7 @@ def main(samples: int = SAMPLES) -> int:
 
 def _peak_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+if __name__ == "__main__":
+    sys.exit(main())

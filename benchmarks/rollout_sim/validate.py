@@ -10,6 +10,7 @@ last line is `validated E%`, the largest error of a rule; exit status 1 above 10
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass, field, replace
 
@@ -240,3 +241,7 @@ def open_engine(policy: Policy, idle: int) -> Engine:
 def _sampling(engine: Engine, tokens: int) -> SamplingParams:
     nothing = frozenset({engine.policy.config.vocab_size})
     return SamplingParams(max_tokens=tokens, stop_ids=nothing, seed=0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
