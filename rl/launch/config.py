@@ -20,6 +20,7 @@ from rl.engines.prefixes import PrefixSizes, Tier
 from rl.rollout.config import RolloutConfig
 from rl.rollout.efforts import EffortDistribution, Efforts
 from rl.rollout.latency import Latency
+from rl.trainers.critic import CriticConfig
 from rl.trainers.opd import OPDConfig
 from rl.trainers.rl import RLConfig
 from rl.trainers.sft import SFTConfig
@@ -406,6 +407,9 @@ class RunConfig(Section):
     def _fits_together(self) -> Self:
         self.rollout.check_group_size(self.algorithm.group_size)
         self._check_drafter()
+        self._check_training()
+        if not self.model.path:
+            self.trainer.parallel.check(PolicyConfig.preset(self.model.preset))
         self._check_caps()
         self._check_distillation()
         if self.engine.max_completion_tokens >= self.engine.max_tokens:
@@ -446,6 +450,19 @@ class RunConfig(Section):
             )
         return self
 
+    def _check_training(self) -> None:
+        if not self.algorithm.needs_critic and self.trainer.critic != CriticConfig():
+            raise ValueError(
+                f"trainer.critic has no effect with algorithm.advantage={self.algorithm.advantage}; set "
+                "algorithm=ppo, or leave it out"
+            )
+        if self.sft.data and not self.sft.steps:
+            raise ValueError("sft.data has no effect with sft.steps=0; set sft.steps, or leave it out")
+        for name in ("data", "validation"):
+            for path in getattr(self.sft, name):
+                if not Path(path).expanduser().exists():
+                    raise ValueError(f"sft.{name}: there is no {path} (seen from {Path.cwd()})")
+
     @property
     def learning_steps(self) -> int:
         """Optimiser steps after the warm start: of distillation when there are teachers, else of RL."""
@@ -454,6 +471,11 @@ class RunConfig(Section):
     def _check_distillation(self) -> None:
         if not self.opd.teachers:
             return
+        if self.trainer.parallel.data > 1:
+            raise ValueError(
+                f"opd.teachers with trainer.parallel.data={self.trainer.parallel.data}: one process distils "
+                "so far; set trainer.parallel.data=1"
+            )
         if self.trainer.steps:
             raise ValueError(
                 f"opd.teachers and trainer.steps={self.trainer.steps}: a run distils or reinforces; set "

@@ -14,6 +14,7 @@ import numpy as np
 from model.engine.columns import ContextState
 from rl.algorithms import LossInputs
 from rl.trainers.data import Sample
+from rl.trainers.ranks import ALONE, Ranks
 
 NAMES = {ContextState.OWN: "own", ContextState.MIXED: "mixed", ContextState.REPLAYED: "replayed"}
 
@@ -37,11 +38,13 @@ class ClassGaps:
         self._gaps.append(gaps[compared])
         self._states.append(states[compared])
 
-    def summary(self) -> dict[str, float]:
-        """The mean of each class that has tokens, and how many."""
-        if not self._gaps:
+    def summary(self, ranks: Ranks = ALONE) -> dict[str, float]:
+        """The mean of each class that has tokens, and how many, of all ranks."""
+        parts: list[ClassGaps] = ranks.gather(self)
+        gaps = [gap for part in parts for gap in part._gaps]
+        if not gaps:
             return {}
-        return by_class(np.concatenate(self._gaps), np.concatenate(self._states))
+        return by_class(np.concatenate(gaps), np.concatenate([s for part in parts for s in part._states]))
 
     def _states_of(self, sample: Sample) -> np.ndarray:
         if sample.states is None or sample.group < self._recovered:

@@ -18,6 +18,8 @@ import numpy as np
 from envs.base import Environment
 from envs.types import Message, Role, Task, ToolSpec, Trajectory, Turn
 from model.choices import Choices, SamplingMask
+from model.images import PreparedImage
+from model.vision import TokenType
 from rl.rollout.recorded import unpack
 from rl.trainers.choices import ReplayChoices, branch_choices, branch_mask
 
@@ -42,6 +44,22 @@ class ChatFormat(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class SampleImages:
+    """The images of a sample: `types` int8 [n] says what each token stands for, `images` are in order."""
+
+    types: np.ndarray
+    images: tuple[PreparedImage, ...]
+
+    def first(self, count: int) -> SampleImages | None:
+        """Those of the first `count` tokens; None: no image is left. Raises ValueError inside an image."""
+        types = self.types[:count]
+        starts, ends = (int((types == kind).sum()) for kind in (TokenType.START, TokenType.END))
+        if starts != ends:
+            raise ValueError(f"a sample cannot be cut at token {count}, inside an image; cut it elsewhere")
+        return SampleImages(types, self.images[:starts]) if starts else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """One sequence of tokens as columns of equal length n.
@@ -64,6 +82,7 @@ class Sample:
         sampling_mask: what each of n tokens could have been; its log-probability is renormalised over that.
         replay_starts: (encoder, decoder) positions at which the sampler started its windows anew; the
             trainer's tokens see no window keys before them.
+        images: the images among the tokens; None: text only.
         states: int8 [n], how the sampler computed a token's context (`ContextState`); -1: it did not say.
     """
 
@@ -81,6 +100,7 @@ class Sample:
     choices: Choices | None = None
     sampling_mask: SamplingMask | None = None
     replay_starts: tuple[tuple[int, int], ...] = ()
+    images: SampleImages | None = None
     states: np.ndarray | None = None
 
     def __post_init__(self) -> None:

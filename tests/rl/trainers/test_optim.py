@@ -64,8 +64,8 @@ def test_schedule():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"decay": "linear"}, "'constant' or 'cosine'"),
-        ({"weight_decay": -1}, "must not be negative"),
+        ({"decay": "square"}, "'constant', 'cosine' or 'linear'"),
+        ({"weight_decay": -1}, "weight_decay=-1: set it to 0 or more"),
         ({"max_grad_norm": 0}, "must be positive"),
     ],
 )
