@@ -31,7 +31,7 @@ from benchmarks.kills_power import Power
 from benchmarks.kills_verdict import Tally
 from benchmarks.kills_world import Stuck, World
 
-_COMMON = ("experiment=calc", "checkpoint.every=2", "rollout.fsync=true", "eval.samples=1")
+_COMMON = ("experiment=calc", "checkpoint.every=2", "rollout.wal.fsync=true", "eval.samples=1")
 _COMMON += ("logger.wandb=disabled", "logger.console=plain", "sandbox.backend=bubblewrap")
 
 
