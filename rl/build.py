@@ -71,9 +71,8 @@ async def open_generator(
     net, chat = shared or policy(config), chat_format(config)
     net.fake_quant, net.exact = config.trainer.fake_quant, config.model.exact
     rollout = config.rollout
-    log = TokenLog(
-        token_log, flush_ms=rollout.flush_ms, fsync=rollout.fsync, segment_bytes=rollout.segment_bytes
-    )
+    wal = rollout.wal
+    log = TokenLog(token_log, flush_ms=wal.flush_ms, fsync=wal.fsync, segment_bytes=wal.segment_bytes)
     prefixes = open_prefixes(
         config.engine.prefix_store,
         config.engine.prefix,

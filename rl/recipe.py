@@ -200,9 +200,14 @@ class Recipe:
         return await self._sampled(self._evaluation(mode), f"evaluate ({mode.name}, version {version})")
 
     async def _sampled(self, assignments: Sequence[Assignment], phase: str) -> list[Trajectory]:
-        await self.generator.submit(assignments)
+        """Runs samples, no more at a time than in training: one that waits long would miss its deadline."""
         done: list[Trajectory] = []
+        started, most = 0, self.config.rollout.max_in_flight
         while len(done) < len(assignments):
+            until = min(len(assignments), len(done) + most)
+            if until > started:
+                await self.generator.submit(assignments[started:until])
+                started = until
             done += await self.generator.collect(1.0)
             self.watch.phase(phase, len(done), len(assignments))
         return done

@@ -128,8 +128,10 @@ class Engine:
         self._device = next(iter(policy.state_dict().values())).device
         self._vocab_size = int(config.vocab_size)
         experts = (config.num_hidden_layers, config.num_experts_per_tok) if capture else None
-        sources = config.index_source_layer_ids if self._selections else ()
-        self._rows = Rows(count, max_tokens, experts, dict.fromkeys(sources, config.index_topk))
+        widths: dict[int, int] = {}
+        if self._selections:
+            widths = dict.fromkeys(config.index_source_layer_ids, int(config.index_topk))
+        self._rows = Rows(count, max_tokens, experts, widths)
         self._cache = self._new_cache()
         self._check_pages()
         rule = ReplayRule.of(self.replay, config)

@@ -13,7 +13,7 @@ from model.engine.requests import Request
 from model.engine.sampler import SamplingParams
 from model.policy import PackedTokens
 from rl.algorithms import AlgorithmConfig
-from rl.engines.native import _completion
+from rl.engines.turns import completion
 from rl.rollout.recorded import replay_of
 from rl.trainers import RLConfig, RLTrainer, trajectory_samples
 from rl.trainers.choices import branch_choices, branch_mask
@@ -31,7 +31,7 @@ def policy(make_policy):
 
 
 def as_turn(prompt, finished) -> Turn:
-    done = _completion(finished)
+    done = completion(finished)
     return Turn(
         tuple(prompt),
         done.token_ids,
