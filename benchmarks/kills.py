@@ -1,9 +1,10 @@
 """Kills everything that a run of `calc` consists of, again and again: `python -m benchmarks.kills`.
 
-SIGKILL strikes the driver, the process of workers and engine, the trainer and the sandbox node at random,
-each time after progress; it strikes at named places (in a checkpoint, in an update of weights, in a tool
-call); and the whole machine loses power, by `benchmarks.kills_power`, which needs root. What ends with a
-kill is resumed. An undisturbed run with the same settings is what the killed one is compared with.
+SIGKILL strikes the driver, one of two processes of workers and engine, the trainer and the sandbox node
+at random, each time after progress; it strikes at named places (in a checkpoint, in an update of weights,
+in a tool call); and the whole machine loses power, by `benchmarks.kills_power`, which needs root. What
+ends with a kill is resumed. An undisturbed run with the same settings is what the killed one is compared
+with.
 
 At the end every sample of every step must stand in the record once, the tasks must have been dispatched
 in the order of the undisturbed run, no kill may cost more tokens than had waited for a flush, and the
@@ -30,7 +31,7 @@ from benchmarks.kills_power import Power
 from benchmarks.kills_verdict import Tally
 from benchmarks.kills_world import Stuck, World
 
-_COMMON = ("experiment=calc", "checkpoint.every=2", "rollout.fsync=true", "eval.samples=1")
+_COMMON = ("experiment=calc", "checkpoint.every=2", "rollout.wal.fsync=true", "eval.samples=1")
 _COMMON += ("logger.wandb=disabled", "logger.console=plain", "sandbox.backend=bubblewrap")
 
 
@@ -50,7 +51,7 @@ QUICK = Size(
      "rollout.max_in_flight=32", "algorithm.group_size=4", "eval.tasks=10", "launcher.sft_threads=1"),
     14, 4, 4, calm=False,
 )  # fmt: skip
-FULL = Size((*_COMMON, "eval.tasks=1000"), 160, 16, 8, calm=True)
+FULL = Size((*_COMMON, "eval.tasks=1000", "launcher.replicas=2"), 160, 16, 8, calm=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +161,7 @@ class Killer:
         raise Stuck(f"the run ended without a kill:\n{self._world.tail()}")
 
     def _note_holders(self) -> None:
-        if (pid := self._world.find("engine")) is not None:
-            self._holders.add(pid)
+        self._holders.update(self._world.holders())
 
     def _lose_power(self) -> None:
         assert self._power is not None

@@ -113,13 +113,15 @@ class World:
             record = self.root / "home" / "node" / "node.json"
             return _living(json.loads(record.read_text())["pid"]) if record.exists() else None
         if victim in ("worker", "engine"):
-            pids = [
-                _living(int(lock.read_text() or 0)) for lock in sorted(self.run.glob("token_log/**/lock"))
-            ]
-            alive = [pid for pid in pids if pid]
+            alive = self.holders()
             return alive[self.attempts % len(alive)] if alive else None
         logs = f"{self.run}/logs/"
         return next((pid for pid in self.processes() if _writes(pid, logs, "learner")), None)
+
+    def holders(self) -> list[int]:
+        """Living processes that hold a token log: those of workers and engine."""
+        locks = sorted(self.run.glob("token_log/**/lock"))
+        return [pid for lock in locks if (pid := _living(int(lock.read_text() or 0)))]
 
     def processes(self) -> list[int]:
         """Living processes of the run."""

@@ -31,7 +31,7 @@ def probe(split: str, seed: int) -> Iterator[Task]:
     draw = random.Random(f"probe/{split}/{seed}")
     while True:
         number = 2 * draw.getrandbits(40) + (split == "eval")
-        yield Task.ask(f"probe/{number}", "bit?", gold=str(_noise(f"probe/{number}", "bit") & 1))
+        yield Task.ask(f"probe/{number}", "?", gold=str(_noise(f"probe/{number}", "bit") & 1))
 
 
 @probe.tool(stateless=True)

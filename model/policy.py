@@ -161,13 +161,13 @@ class Policy(nn.Module):
         rows = self._document_engram(tokens.token_ids, batch)
         embedded = self._embed(tokens.token_ids, tokens.images)
         streams, weights, routings = self._run(embedded, batch, rows, None, options)
-        hidden = self.norm(collapse(weights, streams))[: batch.total]
+        hidden = _first(self.norm(collapse(weights, streams)), batch.total)
         image, experts = batch.image, self.config.n_routed_experts
         aux = PolicyAux(
             expert_load=expert_load(routings, experts, None if image is None else ~image),
             image_expert_load=None if image is None else expert_load(routings, experts, image),
             balance_loss=balance_loss(routings, tokens.cu_seqlens),
-            indexer_loss=None if supervision is None else supervision.total(),
+            indexer_loss=None if supervision is None else supervision.total(batch.total),
         )
         return PolicyOutput(hidden, aux, batch.features)
 
@@ -382,7 +382,7 @@ class Policy(nn.Module):
         if capture is not None:
             self._complete(capture, chosen)
         if features:
-            whole.features = torch.cat(features, dim=-1)[: batch.total]
+            whole.features = _first(torch.cat(features, dim=-1), batch.total)
             whole.record("main_hidden", whole.features)
         return streams, weights, routings
 
@@ -460,3 +460,8 @@ class Policy(nn.Module):
         rows = self.engram_hash(look_back(history, pad))
         batch.record("engram_hash_ids", rows)
         return rows
+
+
+def _first(x: Tensor, count: int) -> Tensor:
+    """The first rows; `x` itself, and no view of it, when these are all."""
+    return x if count == x.shape[0] else x[:count]

@@ -71,6 +71,7 @@ class ActorHost:
 
     def start(self, open_object: Open, *args: Any) -> int:
         """Opens the object and returns this process's id."""
+        logging.info("process %d opens", os.getpid())
         return self._run(self._host.start(open_object, *args))
 
     def call(self, name: str, *args: Any) -> Any:

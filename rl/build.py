@@ -4,41 +4,47 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from model.chat import ChatFormat, load_chat, nano_chat
 from model.checkpoint import load_policy
-from model.config import PolicyConfig
 from model.diagnostics.scales import ScaleMonitor
 from model.engine.speculative import Speculation
 from model.policy import Policy
+from model.vision import ImageTokens
 from rl.collective import CollectiveInbox
-from rl.engines.native import NativeEngine
+from rl.engines.base import GenerateRequest, HistoryImages
+from rl.engines.native import NativeEngine, Prefilled
 from rl.engines.prefixes import open_prefixes
+from rl.engines.roled import RoledEngine
+from rl.engines.saved import SavedTurns
 from rl.environments import open_workers
+from rl.hidden_effort import HiddenEffort
 from rl.launch.config import RunConfig
 from rl.rollout.generator import Generator
 from rl.rollout.wal import TokenLog
 from rl.serve.agents import AgentDoor
 from rl.serve.taps import Taps
+from rl.transports import Inbox
 
 
 def policy(config: RunConfig) -> Policy:
     """Returns the policy that the run starts from: a checkpoint folder's, or a preset's fresh weights."""
     if config.model.path:
         return load_policy(Path(config.model.path))
-    fresh = Policy(PolicyConfig.preset(config.model.preset))
+    fresh = Policy(config.model.fresh())
     fresh.reset_parameters(config.run.seed)
     return fresh
 
 
 def chat_format(config: RunConfig) -> ChatFormat:
     """Returns the wording that belongs to the checkpoint; presets bring the one-token tags."""
-    if config.model.path:
-        return load_chat(Path(config.model.path))
-    return nano_chat()
+    chat = load_chat(Path(config.model.path)) if config.model.path else nano_chat()
+    return chat if config.effort.in_prompt else HiddenEffort(chat)
 
 
 def speculation(config: RunConfig) -> Speculation | None:
@@ -65,9 +71,8 @@ async def open_generator(
     net, chat = shared or policy(config), chat_format(config)
     net.fake_quant, net.exact = config.trainer.fake_quant, config.model.exact
     rollout = config.rollout
-    log = TokenLog(
-        token_log, flush_ms=rollout.flush_ms, fsync=rollout.fsync, segment_bytes=rollout.segment_bytes
-    )
+    wal = rollout.wal
+    log = TokenLog(token_log, flush_ms=wal.flush_ms, fsync=wal.fsync, segment_bytes=wal.segment_bytes)
     prefixes = open_prefixes(
         config.engine.prefix_store,
         config.engine.prefix,
@@ -80,7 +85,7 @@ async def open_generator(
         store = stack.enter_context(prefixes)
         taps = Taps(log.on_step)
         served = await stack.enter_async_context(AsyncExitStack())  # ends after the samples
-        engine = NativeEngine(
+        native = NativeEngine(
             net,
             max_requests=config.engine.max_requests,
             max_tokens=config.engine.max_tokens,
@@ -91,8 +96,13 @@ async def open_generator(
             pages=config.engine.pages,
             replay=config.engine.replay,
             prefix_store=store,
+            role="decode" if config.launcher.prefill_replicas else "all",
+            saved=SavedTurns(token_log / "turns", config.engine.persist_from),
             capture=config.trainer.replay_choices != "off",
+            capture_selections=config.trainer.replay_choices == "selections",
         )
+        roled = RoledEngine(native, caches=rollout.kv_on_update) if config.launcher.prefill_replicas else None
+        engine = roled or native
         door = AgentDoor(engine, taps, chat, rollout.max_total_tokens, served)
         pool = token_log.name
         workers = await open_workers(
@@ -101,7 +111,51 @@ async def open_generator(
         every = config.engine.scales_every
         scales = ScaleMonitor(net, every) if every else None
         generator = Generator(workers, engine, log, rollout, scales)
+        generator.persist = native.persist
         if config.launcher.weights == "collective":
-            generator.inbox = CollectiveInbox(engine, net.device)
+            generator.inbox = CollectiveInbox(native, net.device)
         stack.push_async_callback(generator.close)
         yield generator
+
+
+@dataclass(frozen=True, slots=True)
+class Helper:
+    """An engine of one role in a process of its own, and its weights' way in."""
+
+    engine: NativeEngine
+    inbox: Inbox
+
+    async def ping(self) -> None:
+        """Answers, which the dead do not."""
+
+    async def prefill(self, request: GenerateRequest, rows: ImageTokens | None) -> Prefilled:
+        """Computes a prompt."""
+        return await self.engine.prefill(request, rows)
+
+    async def encode(self, history: HistoryImages) -> ImageTokens | None:
+        """Encodes images."""
+        return await self.engine.encode(history)
+
+
+@asynccontextmanager
+async def open_helper(config: RunConfig, role: Literal["prefill", "encode"]) -> AsyncIterator[Helper]:
+    """Opens a process that computes prompts, or encodes images, for the generators."""
+    use_threads(config.launcher.generator_threads)
+    net = policy(config)
+    net.fake_quant, net.exact = config.trainer.fake_quant, config.model.exact
+    engine = NativeEngine(
+        net,
+        max_requests=config.engine.max_requests,
+        max_tokens=config.engine.max_tokens,
+        caches=config.rollout.kv_on_update,
+        storage=config.engine.storage,
+        pages=config.engine.pages,
+        replay=config.engine.replay,
+        role=role,
+    )
+    collective = config.launcher.weights == "collective"
+    inbox = CollectiveInbox(engine, net.device) if collective else Inbox(engine)
+    try:
+        yield Helper(engine, inbox)
+    finally:
+        await engine.close()

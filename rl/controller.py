@@ -121,6 +121,8 @@ class Controller:
                     update = await update
                 if update is None and (batch := self.buffer.take(self.version)) is not None:
                     update = asyncio.create_task(self._update(batch))
+            if update is not None:
+                await update  # the last step counts before it is on record and in a checkpoint
         finally:
             if update is not None and not update.done():
                 update.cancel()

@@ -15,11 +15,12 @@ from rl.actors import Cluster, Process
 from rl.colocated import open_colocated
 from rl.controller import Publisher as Publish
 from rl.environments import keeps_state
+from rl.helpers import Helpers
 from rl.launch.config import Launcher, RunConfig
 from rl.launch.run import RunFolder
 from rl.placement import Bundle
 from rl.publish import Publisher
-from rl.replicas import Replicas
+from rl.replicas import Replica, Replicas
 from rl.restarts import Restarts
 from rl.trainers.learner import open_learner
 from rl.watch.watch import Watch
@@ -51,13 +52,20 @@ def generator_roles(launcher: Launcher) -> list[str]:
     return [f"generator-{i}" for i in range(launcher.replicas)]
 
 
+def helper_roles(launcher: Launcher) -> list[str]:
+    """Returns the names of the processes that help the generators."""
+    counts = {"prefill": launcher.prefill_replicas, "encode": launcher.encode_replicas}
+    return [f"{kind}-{i}" for kind, count in counts.items() for i in range(count)]
+
+
 def crew_bundles(launcher: Launcher) -> list[Bundle]:
     """Returns what each process of a run reserves."""
     learner = _resources(launcher.learner_cpus, launcher.learner_gpus)
     replica = _resources(launcher.replica_cpus, launcher.replica_gpus)
     if launcher.placement == "colocated":
         return [Bundle(_BOTH, {k: max(learner.get(k, 0), replica.get(k, 0)) for k in learner | replica})]
-    return [Bundle(_LEARNER, learner), *(Bundle(role, replica) for role in generator_roles(launcher))]
+    roles = [*generator_roles(launcher), *helper_roles(launcher)]
+    return [Bundle(_LEARNER, learner), *(Bundle(role, replica) for role in roles)]
 
 
 def _resources(cpus: float, gpus: float) -> dict[str, float]:
@@ -78,25 +86,45 @@ class Crew:
     async def at_work(self) -> AsyncIterator[Sides]:
         """Starts all processes, and stops those that are there in the end."""
         started: list[Process] = []
-        replicas: Replicas | None = None
+        pools: list[Replicas] = []
         try:
             if self.config.launcher.placement == "colocated":
                 both = await self._colocated(started)
                 yield both.remote, both.remote, both.remote.publish
-                return
-            replicas = Replicas(await self._split(started), self._replica, self.restarts, self.watch.note)
-            launcher = self.config.launcher
-            learner = started[0]
-            yield (
-                learner.remote,
-                replicas,
-                Publisher(learner, replicas, launcher.weights, launcher.weights_deadline_s),
-            )
+            else:
+                yield await self._apart(started, pools)
         finally:
-            if replicas is not None:
-                await replicas.stop()
-                started[1:] = [replica.process for replica in replicas.replicas]
-            await asyncio.gather(*(self._stop(process) for process in started))
+            for pool in pools:
+                await pool.stop()
+                started += [replica.process for replica in pool.replicas]
+            await asyncio.gather(*(self._stop(process) for process in dict.fromkeys(started)))
+
+    async def _apart(self, started: list[Process], pools: list[Replicas]) -> Sides:
+        """Starts every process that there is and joins them; what did start is in `started` or `pools`."""
+        launcher, note = self.config.launcher, self.watch.note
+        processes = await self._split(started)
+        del started[1:]
+        replicas = Replicas(processes[: launcher.replicas], self._replica, self.restarts, note)
+        pools.append(replicas)
+        learner, helpers = started[0], None
+        if launcher.prefill_replicas:
+            helping = processes[launcher.replicas :]
+            helpers = Helpers(helping, launcher.prefill_replicas, replicas, self._helper, self.restarts, note)
+            pools.append(helpers)
+        publisher = Publisher(learner, pools, launcher.weights, launcher.weights_deadline_s)
+
+        async def prepare(replica: Replica) -> None:
+            await publisher.catch_up(replica)
+            if helpers is not None:
+                await helpers.introduce(replica)
+
+        replicas.prepare_successors(prepare)
+        if helpers is None:
+            return learner.remote, replicas, publisher
+        helpers.prepare_successors(publisher.catch_up)
+        await helpers.begin()
+        replicas.before_collect(helpers.check)
+        return learner.remote, replicas, publisher
 
     async def _colocated(self, started: list[Process]) -> Process:
         self.watch.phase("start the process that trains and generates", 0, 1)
@@ -109,11 +137,13 @@ class Crew:
     async def _split(self, started: list[Process]) -> list[Process]:
         """Starts the learner and all replicas at the same time; `started` gets those that did, in order."""
         config, count = self.config, self.config.launcher.replicas
-        self.watch.phase("start the learner and the generator", 0, 1 + count)
+        helpers = len(helper_roles(config.launcher))
+        self.watch.phase("start the learner and the generator", 0, 1 + count + helpers)
         bundle = crew_bundles(config.launcher)[0]
         opening = await asyncio.gather(
             self.cluster.open(_LEARNER, bundle, open_learner, config, self.folder.checkpoints),
             *(self._replica(i) for i in range(count)),
+            *(self._helper(i) for i in range(helpers)),
             return_exceptions=True,
         )
         started += [process for process in opening if isinstance(process, Process)]
@@ -136,6 +166,13 @@ class Crew:
             fleet_state(),
             owner(self.config, folder),
         )
+
+    async def _helper(self, index: int) -> Process:
+        """Starts an engine of one role."""
+        launcher = self.config.launcher
+        role = helper_roles(launcher)[index]
+        bundle = crew_bundles(launcher)[1 + launcher.replicas + index]
+        return await self.cluster.open(role, bundle, build.open_helper, self.config, role.partition("-")[0])
 
     async def _stop(self, process: Process) -> None:
         try:

@@ -64,12 +64,13 @@ def sources(config: RunConfig) -> dict[str, Source]:
 
 
 def _source(config: RunConfig, env: Environment) -> Source:
-    split, seed, levels = config.env.train_split, config.run.seed, config.effort.levels
+    split, seed = config.env.train_split, config.run.seed
+    efforts = config.effort.draws(seed)
     curriculum = config.rollout.curriculum
     if curriculum is None:
-        return TaskStream(env, split, seed, levels)
+        return TaskStream(env, split, seed, efforts)
     function = load_curriculum(curriculum.function)
-    return CurriculumStream(env, split, seed, levels, function, curriculum.tasks)
+    return CurriculumStream(env, split, seed, efforts, function, curriculum.tasks)
 
 
 def group_plan(config: RunConfig, stream: MixedStream, group: int) -> GroupPlan:
@@ -80,10 +81,9 @@ def group_plan(config: RunConfig, stream: MixedStream, group: int) -> GroupPlan:
 def demonstrations(config: RunConfig, chat: ChatFormat) -> Iterator[Sample]:
     """Yields demonstrations of all environments that have some, by their shares."""
     environments = load_environments(config)
+    efforts = config.effort.draws(config.run.seed).pool()
     parts = {
-        name: demonstration_samples(
-            env, chat, config.env.train_split, config.run.seed, efforts=config.effort.levels
-        )
+        name: demonstration_samples(env, chat, config.env.train_split, config.run.seed, efforts=efforts)
         for name, env in environments.items()
     }
     return interleaved(parts, shares(config, environments))

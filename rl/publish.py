@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from rl.actors import Process
@@ -29,16 +29,17 @@ def outbox(medium: Medium, source: Source) -> Outbox:
 
 
 class Publisher:
-    """Publishes the learner's weights to every replica; a call returns metrics of the update.
+    """Publishes the learner's weights to every replica of some pools; a call returns metrics of the update.
 
     A replica that does not take the weights in time is replaced, and its successor starts with them.
     """
 
-    def __init__(self, learner: Process, replicas: Replicas, medium: Medium, deadline_s: float) -> None:
-        self._learner, self._replicas = learner, replicas
+    def __init__(
+        self, learner: Process, pools: Sequence[Replicas], medium: Medium, deadline_s: float
+    ) -> None:
+        self._learner, self._pools = learner, pools
         self._medium, self._deadline_s = medium, deadline_s
         self._members: list[int] = []
-        replicas.prepare_successors(self._catch_up)
 
     async def __call__(self) -> dict[str, float]:
         """Publishes the present weights.
@@ -49,7 +50,8 @@ class Publisher:
         """
         started = time.monotonic()
         version, size = await self._within(self._learner.call("outbox.offer"), "packing them")
-        self._replicas.published(version)
+        for pool in self._pools:
+            pool.published(version)
         packed = time.monotonic()
         reports = await (self._broadcast() if self._medium == "collective" else self._hand_out())
         ended = time.monotonic()
@@ -65,7 +67,7 @@ class Publisher:
     async def _hand_out(self) -> list[dict[str, float]]:
         """Lets every replica read the parcel."""
         parcel = await self._learner.refer("outbox.parcel")
-        found = await self._replicas.each(lambda replica: self._receive(replica, parcel))
+        found = await self._each(lambda replica: self._receive(replica, parcel))
         return [report for report in found if report is not None]
 
     async def _broadcast(self) -> list[dict[str, float]]:
@@ -85,15 +87,16 @@ class Publisher:
 
     async def _meet(self) -> None:
         """Forms the group anew when a member was replaced since."""
-        members = [replica.generation for replica in self._replicas.replicas]
+        everyone = [replica for pool in self._pools for replica in pool.replicas]
+        members = [replica.generation for replica in everyone]
         if members == self._members:
             return
         address = await self._within(self._learner.call("outbox.meet", self._deadline_s), "meeting")
         world = len(members) + 1
         places = [Rendezvous(address, rank, world, self._deadline_s) for rank in range(world)]
         joining = asyncio.ensure_future(self._learner.call("outbox.join", places[0]))
-        await self._replicas.each(
-            lambda replica: replica.process.call("inbox.join", places[replica.index + 1])
+        await self._each(
+            lambda replica: replica.process.call("inbox.join", places[everyone.index(replica) + 1])
         )
         await joining
         self._members = members
@@ -107,9 +110,13 @@ class Publisher:
                 replica.process.role, f"it did not take the weights within {self._deadline_s:g} s"
             ) from None
 
-    async def _catch_up(self, replica: Replica) -> None:
-        """Gives a successor the newest published weights."""
-        if self._replicas.version_published:
+    async def _each(self, ask: Callable[[Replica], Awaitable[Any]]) -> list[Any]:
+        parts = await asyncio.gather(*(pool.each(ask) for pool in self._pools))
+        return [answer for part in parts for answer in part]
+
+    async def catch_up(self, replica: Replica) -> None:
+        """Gives a successor the newest published weights, if any were."""
+        if self._pools[0].version_published:
             await self._receive(replica, await self._learner.refer("outbox.catch_up"))
 
     async def _within(self, work: Awaitable[T], doing: str) -> T:

@@ -26,6 +26,7 @@ _LOCAL_ENV = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "PYTHONSAFEPATH": "1",
 }
+_STARTS = 3
 
 
 def start_ray(address: str, namespace: str, object_store_bytes: int, cpus: float) -> None:
@@ -65,16 +66,29 @@ def _start_private(object_store_bytes: int, cpus: float, common: dict[str, Any])
     mark()
     paths = [path for path in sys.path if path and Path(path, "rl", "actors.py").exists()]
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    cores = max(os.cpu_count() or 1, math.ceil(cpus))
     try:
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            num_cpus=max(os.cpu_count() or 1, math.ceil(cpus)),
-            object_store_memory=object_store_bytes,
-            **common,
-        )
+        for attempt in range(_STARTS):
+            try:
+                _init_local(object_store_bytes, cores, common)
+                return
+            except Exception as error:  # Ray's own wait of 30 s is too short for a machine that is busy
+                if attempt + 1 == _STARTS or "timed out during startup" not in str(error):
+                    raise
+                stop_ray()
+                mark()
     finally:
         unmark()
+
+
+def _init_local(object_store_bytes: int, cores: int, common: dict[str, Any]) -> None:
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        num_cpus=cores,
+        object_store_memory=object_store_bytes,
+        **common,
+    )
 
 
 def stop_ray() -> None:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from envs.types import Task, Trajectory, TrajectoryKey
 from model.engine.sampler import SamplingParams
+from rl import effort_curve
 from rl.checkpoint import Checkpoint
 from rl.controller import Controller, Generator, Learner, Plan, Publisher
 from rl.distil.stage import DistilStream, open_distillation
@@ -115,6 +116,7 @@ class Recipe:
         await controller.run()
         controller.receive(await self.generator.interrupt())
         await self._measure("after", version=controller.version)
+        await self._measure_curve(controller.version)
         return Outcome(self._results("before"), self._results("after"), controller.version)
 
     def _controller(self) -> Controller:
@@ -177,41 +179,71 @@ class Recipe:
                 self.watch.log("eval", version, summarize(members).metrics(f"eval/{env}/{name}"))
             self.results[when] |= {f"{name}.{key}": value for key, value in asdict(result).items()}
 
+    async def _measure_curve(self, version: int) -> None:
+        """Measures what each effort of the grid costs and brings, greedily and on the same tasks."""
+        evaluation = self.config.eval
+        if not evaluation.efforts:
+            return
+        mode, title = SamplingMode("greedy", 0.0, 1), self.config.env.title
+        tasks = self._eval_tasks(evaluation.effort_tasks)
+        assignments = [
+            self._assignment(effort, g, 0, env, task, mode)
+            for effort in evaluation.efforts
+            for g, (env, task) in enumerate(tasks)
+        ]
+        done = await self._sampled(assignments, f"efforts (version {version})")
+        points = effort_curve.curve(done, self.config.effort.length_penalty)
+        self.watch.log("eval", version, effort_curve.metrics(points, f"eval/{title}/greedy"))
+        self.watch.curve(points)
+
     async def _evaluate(self, mode: SamplingMode, version: int) -> list[Trajectory]:
-        assignments = self._evaluation(mode)
-        await self.generator.submit(assignments)
+        return await self._sampled(self._evaluation(mode), f"evaluate ({mode.name}, version {version})")
+
+    async def _sampled(self, assignments: Sequence[Assignment], phase: str) -> list[Trajectory]:
+        """Runs samples, no more at a time than in training: one that waits long would miss its deadline."""
         done: list[Trajectory] = []
+        started, most = 0, self.config.rollout.max_in_flight
         while len(done) < len(assignments):
+            until = min(len(assignments), len(done) + most)
+            if until > started:
+                await self.generator.submit(assignments[started:until])
+                started = until
             done += await self.generator.collect(1.0)
-            self.watch.phase(f"evaluate ({mode.name}, version {version})", len(done), len(assignments))
+            self.watch.phase(phase, len(done), len(assignments))
         return done
 
     def _evaluation(self, mode: SamplingMode) -> list[Assignment]:
-        config, tasks = self.config, self._eval_tasks()
-        levels = config.effort.levels
+        tasks, levels = self._eval_tasks(self.config.eval.tasks), self.config.effort.levels
         return [
-            Assignment(
-                key=TrajectoryKey(task.id, levels[g % len(levels)], config.scaffold.name, g, i),
-                task=task,
-                environment=env,
-                sampling=self._sampling(mode.temperature),
-                seed=config.run.seed + _EVAL_SEED,
-                purpose=Purpose.EVAL,
-            )
+            self._assignment(levels[g % len(levels)], g, i, env, task, mode)
             for g, (env, task) in enumerate(tasks)
             for i in range(mode.samples)
         ]
 
-    def _eval_tasks(self) -> list[tuple[str, Task]]:
-        """The evaluation's tasks with their environments: `eval.tasks` in all, by the mixture's shares."""
+    def _assignment(
+        self, effort: int, group: int, index: int, env: str, task: Task, mode: SamplingMode
+    ) -> Assignment:
+        return Assignment(
+            key=TrajectoryKey(task.id, effort, self.config.scaffold.name, group, index),
+            task=task,
+            environment=env,
+            sampling=self._sampling(mode.temperature),
+            seed=self.config.run.seed + _EVAL_SEED,
+            purpose=Purpose.EVAL,
+        )
+
+    def _eval_tasks(self, count: int) -> list[tuple[str, Task]]:
+        """The evaluation's first `count` tasks with their environments, by the mixture's shares."""
         environments, split = load_environments(self.config), self.config.env.eval_split
         parts = {name: zip(repeat(name), env.tasks(split, _EVAL_SEED)) for name, env in environments.items()}
-        return list(islice(interleaved(parts, shares(self.config, environments)), self.config.eval.tasks))
+        return list(islice(interleaved(parts, shares(self.config, environments)), count))
 
     def _by_environment(self, trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
         """The trajectories of an evaluation by environment, when there are several."""
         found: dict[str, list[Trajectory]] = {}
-        names = [name for name, _ in self._eval_tasks()] if self.config.env.mixture else []
+        names = (
+            [name for name, _ in self._eval_tasks(self.config.eval.tasks)] if self.config.env.mixture else []
+        )
         for trajectory in trajectories if names else []:
             found.setdefault(names[trajectory.key.group], []).append(trajectory)
         return found

@@ -26,7 +26,7 @@ OpenReplica = Callable[[int], Awaitable[Process]]
 _Sample = tuple[Purpose, TrajectoryKey]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Replica:
     """One generator process, its successors included; `running` are its samples (None: known to its log)."""
 
@@ -75,10 +75,15 @@ class Replicas:
         self._prepare: Callable[[Replica], Awaitable[None]] | None = None
         self._version = 0
         self.version_published = False
+        self._check: Callable[[], None] | None = None
 
     def prepare_successors(self, prepare: Callable[[Replica], Awaitable[None]]) -> None:
         """Sets what a successor needs before it samples: the present weights."""
         self._prepare = prepare
+
+    def before_collect(self, check: Callable[[], None]) -> None:
+        """Sets what each `collect` asks first; its error is the caller's."""
+        self._check = check
 
     async def submit(self, assignments: Sequence[Assignment]) -> None:
         """Starts samples, each group on the replica that has the fewest: members share their prompt there."""
@@ -94,6 +99,8 @@ class Replicas:
 
     async def collect(self, max_wait_s: float) -> list[Trajectory]:
         """Returns finished samples of all replicas, waiting at most `max_wait_s` for the first."""
+        if self._check is not None:
+            self._check()
         for replica in self.replicas:
             if replica.poll is None:
                 replica.poll = asyncio.create_task(self._poll(replica, max_wait_s))
@@ -246,9 +253,9 @@ class Replicas:
             self._note(f"{death}: a successor takes over its {len(replica.running)} samples")
             with suppress(Exception):
                 await replica.process.kill()
-            replica.generation += 1
             try:
                 replica.process = await self._reopen(replica.index)
+                replica.generation += 1  # with the process: who still asks the dead one finds it replaced
                 if self._prepare is not None:
                     await self._prepare(replica)
                 await self._take_over(replica)

@@ -17,6 +17,9 @@ for each of n turns the tokens appended before it and the tokens sampled in it, 
 between them. `group_size` consecutive samples make a group; a run longer than the file begins it again.
 `--costs FILE`: one JSON object with fields of `benchmarks.rollout_sim.costs.Costs`, where each is explained.
 With either file the agent's table is left out, and with a trace also the curve over the tail exponent.
+
+`--validate` compares predicted with measured times on the real engine (`benchmarks.rollout_sim.validate`),
+and `--million` runs a million samples in flight (`benchmarks.rollout_sim.million`); both instead of the rest.
 """
 
 from __future__ import annotations
@@ -86,6 +89,16 @@ def _print_curve(setting: str, points: Curve) -> None:
         print(f"ours {name} over {setting}: " + "  ".join(f"{x:g}: {y:.2f}" for x, y in line))
 
 
+def _other(validating: bool) -> int:
+    if validating:
+        from benchmarks.rollout_sim import validate  # needs torch
+
+        return validate.main()
+    from benchmarks.rollout_sim import million
+
+    return million.main()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = argparse.ArgumentParser(
@@ -97,9 +110,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--costs", type=Path, help="another cost table")
     parser.add_argument("--picture", type=Path, default=Path("rollout_sim.png"))
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--validate", action="store_true", help="compare with the real engine instead")
+    parser.add_argument("--million", action="store_true", help="run a million samples in flight instead")
     options = parser.parse_args(arguments)
     if options.seeds < 1 or options.steps < 4 or options.processes < 1:
         parser.error("--seeds and --processes must be at least 1, --steps at least 4")
+    if options.validate or options.million:
+        if options.trace or options.costs or (options.validate and options.million):
+            parser.error("--validate and --million stand alone: they have a trace and costs of their own")
+        return _other(options.validate)
     try:
         costs = load_costs(options.costs) if options.costs else Costs()
         file = tuple(load_trace(options.trace)) if options.trace else ()

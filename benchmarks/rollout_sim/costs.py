@@ -16,12 +16,13 @@ class InputError(ValueError):
 class Costs:
     """Sizes of engines, steps and trainer, and their times in seconds.
 
-    A decode step of b requests takes `decode_base_s + decode_per_request_s * b`; prefill stops decoding on
-    its replica. `kv_tokens` bounds a replica's cached tokens: running turns are reserved, waiting samples'
-    caches are evicted, oldest first. `in_flight` bounds live samples (each holds a sandbox and a cache) for
-    every rule; a rule that counts groups holds `group_size` places for an open group. `staleness` counts
-    optimiser steps. `sandbox_failure` is the share of created sandboxes that fail; their samples are tried
-    again.
+    A decode step of b requests takes `decode_base_s + decode_per_request_s * b`. Prefill stops decoding on
+    its replica; it takes `prefill_base_s`, once for all turns that wait for the same step, and their tokens
+    over `prefill_tokens_per_s`. `kv_tokens` bounds a replica's cached tokens: running turns are reserved,
+    waiting samples' caches are evicted, oldest first. `in_flight` bounds live samples (each holds a sandbox
+    and a cache) for every rule; a rule that counts groups holds `group_size` places for an open group.
+    `staleness` counts optimiser steps. `sandbox_failure` is the share of created sandboxes that fail; their
+    samples are tried again.
     """
 
     replicas: int = 4
@@ -32,6 +33,7 @@ class Costs:
     staleness: int = 8
     decode_base_s: float = 0.020
     decode_per_request_s: float = 0.00015
+    prefill_base_s: float = 0.0
     prefill_tokens_per_s: float = 40_000.0
     kv_tokens: int = 2_000_000
     trainer_s: float = 60.0

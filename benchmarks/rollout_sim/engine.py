@@ -8,9 +8,11 @@ turn, whatever the number of tokens.
 from __future__ import annotations
 
 import heapq
+import math
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterator
+from typing import Protocol
 
 from benchmarks.rollout_sim.costs import Costs
 from benchmarks.rollout_sim.trace import Work
@@ -54,6 +56,7 @@ class Replica:
         self.idle_tokens = self.reserved_tokens = 0
         self.clock = self.now = self.blocked_until = 0.0
         self.next_end = float("inf")
+        self._shared_until = -1.0
         self._order = 0
 
     @property
@@ -77,13 +80,13 @@ class Replica:
         cached = self.idle.pop(sample, 0)
         self.idle_tokens -= cached
         computed = sample.context - cached + sample.work.inputs[sample.turn]
-        self.block(computed / self._costs.prefill_tokens_per_s)
+        self._prefill(computed)
         self.reserved_tokens += _final_context(sample)
         while self.idle and self.idle_tokens + self.reserved_tokens > self._costs.kv_tokens:
             self.idle_tokens -= self.idle.popitem(last=False)[1]
-        sample.home, sample.begun = self.index, self.clock
+        sample.home, sample.begun = self.index, self._boundary()
         self._order += 1
-        end = self.clock + sample.work.outputs[sample.turn]
+        end = sample.begun + sample.work.outputs[sample.turn]
         heapq.heappush(self.running, (end, self._order, sample))
         return cached, computed
 
@@ -110,6 +113,19 @@ class Replica:
         """Lets the replica do something other than decode for so long."""
         self.blocked_until = max(self.now, self.blocked_until) + seconds
 
+    def _boundary(self) -> float:
+        """The step that a turn which comes now begins with."""
+        return math.ceil(self.clock - _SLACK)
+
+    def _prefill(self, tokens: int) -> None:
+        """Computes a turn's prompt, together with those of turns that wait for the same step."""
+        seconds = tokens / self._costs.prefill_tokens_per_s
+        if self.now > self._shared_until or not self.running:
+            seconds += self._costs.prefill_base_s
+            rest_s = (self._boundary() - self.clock) * self._step_s()
+            self._shared_until = max(self.now, self.blocked_until) + rest_s
+        self.block(seconds)
+
     def recompute(self) -> int:
         """Drops every cache after an update and prefills the running contexts again; returns their tokens."""
         self.idle.clear()
@@ -130,6 +146,45 @@ class Replica:
 
     def _step_s(self) -> float:
         return self._costs.decode_base_s + self._costs.decode_per_request_s * len(self.running)
+
+
+class Clock(Protocol):
+    """Something that says when it next has an end to report."""
+
+    next_end: float
+
+
+class Engines(Protocol):
+    """What a simulation asks of its engines: simulated ones (`Fleet`), or a real one."""
+
+    version: int
+    cached_tokens: int
+    computed_tokens: int
+
+    @property
+    def running(self) -> int:
+        """Requests in slots."""
+        ...
+
+    def next_end(self) -> Clock:
+        """Who reports next, and when; an infinite time when nothing runs."""
+        ...
+
+    def request(self, sample: Sample, now: float) -> None:
+        """Asks for the sample's next turn."""
+        ...
+
+    def ended(self, replica: Clock, now: float) -> list[Sample]:
+        """Returns the samples whose turn ended, and goes on."""
+        ...
+
+    def update(self, version: int, now: float) -> None:
+        """Publishes weights."""
+        ...
+
+    def abort(self, now: float) -> list[Sample]:
+        """Takes every request out."""
+        ...
 
 
 class Fleet:
@@ -165,8 +220,9 @@ class Fleet:
         else:
             self.waiting.append(sample)
 
-    def ended(self, replica: Replica, now: float) -> list[Sample]:
+    def ended(self, replica: Clock, now: float) -> list[Sample]:
         """Returns the samples whose turn ended on the replica, and fills its slots."""
+        assert isinstance(replica, Replica)
         replica.advance(now)
         ended = []
         for sample in replica.ended():

@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from benchmarks.rollout_sim.costs import Costs
-from benchmarks.rollout_sim.engine import Fleet, Sample
+from benchmarks.rollout_sim.engine import Engines, Fleet, Sample
 from benchmarks.rollout_sim.schedulers import Scheduler
 from benchmarks.rollout_sim.stats import Result, length_bin
 from benchmarks.rollout_sim.trace import Trace
@@ -27,13 +27,22 @@ class _Group:
 
 
 class Simulation:
-    """Runs `steps` optimiser steps and measures those after `warm_up`."""
+    """Runs `steps` optimiser steps on simulated engines (or `engines`) and measures those after `warm_up`."""
 
-    def __init__(self, costs: Costs, trace: Trace, rule: Scheduler, *, steps: int, warm_up: int) -> None:
+    def __init__(
+        self,
+        costs: Costs,
+        trace: Trace,
+        rule: Scheduler,
+        *,
+        steps: int,
+        warm_up: int,
+        engines: Engines | None = None,
+    ) -> None:
         assert 0 <= warm_up < steps, "something must be left to measure"
         self.costs, self.trace, self.rule = costs, trace, rule
         self.steps, self.warm_up = steps, warm_up
-        self.fleet = Fleet(costs)
+        self.fleet: Engines = Fleet(costs) if engines is None else engines
         self.result = Result(rule.name, costs.total_slots)
         self.now = 0.0
         self.version = 0
@@ -49,9 +58,7 @@ class Simulation:
 
     def run(self) -> Result:
         """Returns the measures; the virtual clock starts at 0 with nothing in flight."""
-        if self.warm_up == 0:
-            self._measure()
-        self._turn_over()
+        self.start()
         while self.version < self.steps:
             self.step()
         self.result.seconds = self.now - self._began
@@ -60,6 +67,12 @@ class Simulation:
         self.result.cached_tokens = self.fleet.cached_tokens
         self.result.computed_tokens = self.fleet.computed_tokens
         return self.result
+
+    def start(self) -> None:
+        """Begins the first samples; `run` does it, whoever calls `step` himself does it first."""
+        if self.warm_up == 0:
+            self._measure()
+        self._turn_over()
 
     def step(self) -> None:
         """Handles the next event."""

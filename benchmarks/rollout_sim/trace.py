@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.rollout_sim.costs import InputError, read_json
 
-_BLOCK = 256
+BLOCK = 256
 _BLOCKS_KEPT = 8
 _FORMAT = 1
 
@@ -62,7 +62,7 @@ class Trace(Protocol):
 
 
 class SyntheticTrace:
-    """Samples by formula. Subclasses draw a block of `_BLOCK` samples."""
+    """Samples by formula. Subclasses draw a block of `BLOCK` samples."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -70,7 +70,7 @@ class SyntheticTrace:
 
     def work(self, sample: int, draw: int) -> Work:
         """Returns one sample."""
-        number, i = divmod(sample, _BLOCK)
+        number, i = divmod(sample, BLOCK)
         block = self._kept.get((number, draw))
         if block is None:
             block = self._kept[number, draw] = self._draw(np.random.default_rng((self._seed, draw, number)))
@@ -99,38 +99,43 @@ class LongTailTrace(SyntheticTrace):
         self._alpha, self._turn_tokens = alpha, turn_tokens
 
     def _draw(self, rng: np.random.Generator) -> Block:
-        body = np.exp(rng.normal(np.log(2000.0), 1.0, _BLOCK))
-        tail = 8000.0 * (1.0 - rng.random(_BLOCK)) ** (-1.0 / self._alpha)
-        lengths = np.where(rng.random(_BLOCK) < 0.02, tail, body)
+        body = np.exp(rng.normal(np.log(2000.0), 1.0, BLOCK))
+        tail = 8000.0 * (1.0 - rng.random(BLOCK)) ** (-1.0 / self._alpha)
+        lengths = np.where(rng.random(BLOCK) < 0.02, tail, body)
         lengths = np.clip(lengths, 16, 64_000).astype(np.int64)
         turns = 1 + lengths // self._turn_tokens
         inputs = np.full(turns.sum(), 200)
         inputs[np.cumsum(turns) - turns] = 500
-        return _block(rng, turns, inputs, _split(lengths, turns), rng.uniform(0.2, 5.0, _BLOCK))
+        return _with_tools(rng, turns, inputs, split(lengths, turns), rng.uniform(0.2, 5.0, BLOCK))
 
 
 class AgentTrace(SyntheticTrace):
     """A software agent: 50 to 200 turns of about 100 sampled tokens, 30 appended tokens for each of them."""
 
     def _draw(self, rng: np.random.Generator) -> Block:
-        turns = rng.integers(50, 201, _BLOCK)
+        turns = rng.integers(50, 201, BLOCK)
         outputs = np.maximum(8, rng.lognormal(np.log(70.0), 0.8, turns.sum())).astype(np.int64)
         share = rng.lognormal(-0.5, 1.0, turns.sum())
         inputs = np.maximum(1, 30.0 * outputs.mean() * share / share.mean()).astype(np.int64)
-        return _block(rng, turns, inputs, outputs, rng.uniform(0.2, 5.0, _BLOCK))
+        return _with_tools(rng, turns, inputs, outputs, rng.uniform(0.2, 5.0, BLOCK))
 
 
-def _split(lengths: np.ndarray, turns: np.ndarray) -> np.ndarray:
+def split(lengths: np.ndarray, turns: np.ndarray) -> np.ndarray:
     """Splits each length into its number of turns as evenly as whole tokens allow."""
     rows = np.arange(turns.sum()) - np.repeat(np.cumsum(turns) - turns, turns)
     base, rest = lengths // turns, lengths % turns
     return np.repeat(base, turns) + (rows < np.repeat(rest, turns))
 
 
-def _block(
+def _with_tools(
     rng: np.random.Generator, turns: np.ndarray, inputs: np.ndarray, outputs: np.ndarray, mean_s: np.ndarray
 ) -> Block:
     tools = rng.exponential(np.repeat(mean_s, turns)) + 60.0 * (rng.random(len(outputs)) < 0.01)
+    return block(turns, inputs, outputs, tools)
+
+
+def block(turns: np.ndarray, inputs: np.ndarray, outputs: np.ndarray, tools: np.ndarray) -> Block:
+    """Returns samples as columns: `turns` [samples], the rest one entry a turn."""
     first = [0, *np.cumsum(turns).tolist()]
     return Block(first, array("q", inputs.tolist()), array("q", outputs.tolist()), array("d", tools.tolist()))
 

@@ -56,6 +56,7 @@ class Columns:
         expert_ids: The experts of the turn's inputs, its prompt included.
         sampling_mask: The ids each token was drawn from; None: from all.
         replay_starts: (encoder, decoder) positions at which the windows of the turn's prefills start.
+        selections: The keys that the turn's inputs selected.
     """
 
     token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -66,6 +67,7 @@ class Columns:
     expert_ids: ExpertIds | None = None
     sampling_mask: SamplingMask | None = None
     replay_starts: tuple[tuple[int, int], ...] = ()
+    selections: Selections | None = None
 
     def __post_init__(self) -> None:
         count = len(self.token_ids)

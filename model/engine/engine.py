@@ -74,6 +74,7 @@ class Engine:
         exact: Compute in exact mode, in which no bit of a result depends on batch, chunk or interruption.
             None: as the policy is set.
         capture: Keep the expert ids of every token.
+        capture_selections: Keep also the keys that every token selected; needs `capture`.
         role: The work this engine takes.
         speculate: How to draft and check several tokens a step; None draws one. The policy needs a drafter.
         prefix_store: Where requests find the beginnings of their histories, and turns leave theirs; made for
@@ -94,6 +95,7 @@ class Engine:
         replay: Replay | None = None,
         exact: bool | None = None,
         capture: bool = False,
+        capture_selections: bool = False,
         role: Role = "all",
         speculate: Speculation | None = None,
         prefix_store: PrefixStore | None = None,
@@ -121,12 +123,15 @@ class Engine:
         self.paused = False
         policy.exact = policy.exact if exact is None else exact
         config = policy.config
-        self._pages, self._capture = pages, capture
+        self._pages, self._capture, self._selections = pages, capture, capture and capture_selections
         self._prefill_tokens = max(prefill_tokens, max_requests)
         self._device = next(iter(policy.state_dict().values())).device
         self._vocab_size = int(config.vocab_size)
         experts = (config.num_hidden_layers, config.num_experts_per_tok) if capture else None
-        self._rows = Rows(count, max_tokens, experts)
+        widths: dict[int, int] = {}
+        if self._selections:
+            widths = dict.fromkeys(config.index_source_layer_ids, int(config.index_topk))
+        self._rows = Rows(count, max_tokens, experts, widths)
         self._cache = self._new_cache()
         self._check_pages()
         rule = ReplayRule.of(self.replay, config)
@@ -387,7 +392,7 @@ class Engine:
             options["decode_from"] = decode_from
         if (images := table.images(rows, shares)) is not None:
             options["images"] = ImageTokens(images.types.to(self._device), images.rows.to(self._device))
-        capture = Capture() if self._capture else None
+        capture = Capture(selections_too=self._selections) if self._capture else None
         if capture is not None:
             options["capture"] = capture
         extend = self.policy.extend if self.speculator is None else self.speculator.extend
@@ -399,8 +404,7 @@ class Engine:
             **options,
         )
         if capture is not None:
-            assert capture.expert_ids is not None
-            table.capture(rows, shares, capture.expert_ids.cpu().numpy())
+            table.capture(rows, shares, capture)
         return hidden
 
     def _to_device(self, array: np.ndarray) -> Tensor:
@@ -423,7 +427,7 @@ class Engine:
         if not drawn.finite.all():
             ended += [self._fail(int(row)) for row in rows[~drawn.finite]]
             rows, drawn = rows[drawn.finite], drawn.take(drawn.finite)
-        states, experts = table.state(rows), table.last_experts(rows)
+        states, experts, selections = table.state(rows), table.last_experts(rows), table.last_selections(rows)
         table.append(rows, drawn, self.version)
         ids = table.request_id[rows]
         stopped = table.stopped(rows)
@@ -436,7 +440,7 @@ class Engine:
         for row, stop in zip(rows[done].tolist(), stopped[done].tolist(), strict=True):
             ended.append(self._end(row, Finish.STOP if stop else Finish.LENGTH))
         columns = (ids, drawn.token_ids, drawn.logprobs, drawn.full_logprobs)
-        return StepOutput(*columns, self.version, ended, states, experts, drawn.kept, ready)
+        return StepOutput(*columns, self.version, ended, states, experts, drawn.kept, ready, selections)
 
     def _end(self, row: int, finish: Finish, error: RequestError | None = None) -> Finished:
         session = self._rows.session[row]

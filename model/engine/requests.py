@@ -111,6 +111,7 @@ class StepOutput:
             None unless the engine captures them.
         sampling_mask: The ids that each token was drawn from; None when no request truncates.
         ready: Requests whose prompt a prefill engine has computed; they wait for `export_state`.
+        selections: int32 [n, K] by selecting layer, as the expert ids; None unless they are captured.
     """
 
     request_ids: np.ndarray
@@ -123,6 +124,7 @@ class StepOutput:
     expert_ids: np.ndarray | None = None
     sampling_mask: SamplingMask | None = None
     ready: tuple[int, ...] = ()
+    selections: dict[int, np.ndarray] | None = None
 
     @staticmethod
     def join(parts: Sequence[StepOutput], version: int, finished: list[Finished]) -> StepOutput:
@@ -145,7 +147,13 @@ class StepOutput:
             )
         ready = tuple(number for part in parts for number in part.ready)
         chosen = np.concatenate(experts) if experts else None
-        return StepOutput(ids, tokens, own, full, version, finished, states, chosen, mask, ready)
+        selected = [part.selections for part in parts if part.selections is not None]
+        selections = {
+            layer: np.concatenate([part[layer] for part in selected]) for layer in (selected or [{}])[0]
+        }
+        return StepOutput(
+            ids, tokens, own, full, version, finished, states, chosen, mask, ready, selections or None
+        )
 
 
 @dataclass(slots=True)

@@ -6,11 +6,14 @@ known, the first `cached` of them are in the policy's cache; a row that decodes 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
+from torch import Tensor
 
-from model.choices import FREE, SamplingMask
-from model.engine.columns import Columns, ContextState, ExpertIds
+from model.choices import FREE, Capture, SamplingMask
+from model.engine.columns import Columns, ContextState, ExpertIds, Selections
 from model.engine.replay import NO_FLOOR, Bound, Floor, Past
 from model.engine.requests import Pending, Request
 from model.engine.sampler import Sampled, SamplingColumns
@@ -21,9 +24,18 @@ _NO_STOP = -1
 
 
 class Rows:
-    """Columns over `count` rows of at most `context` tokens; `experts` (layers, k) are captured if given."""
+    """Columns over `count` rows of at most `context` tokens.
 
-    def __init__(self, count: int, context: int, experts: tuple[int, int] | None = None) -> None:
+    `experts` (layers, k) are captured if given, and so are the keys that `selecting` layers select.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        context: int,
+        experts: tuple[int, int] | None = None,
+        selecting: Mapping[int, int] | None = None,
+    ) -> None:
         self.count, self.context = count, context
         self.token_ids = np.zeros((count, context), np.int32)
         self.logprobs = np.zeros((count, context), np.float32)
@@ -33,6 +45,10 @@ class Rows:
         self.expert_ids: np.ndarray | None = None
         if experts is not None:
             self.expert_ids = np.full((count, context, *experts), FREE, np.int16)
+        self.selections = {
+            layer: np.full((count, context, keys), FREE, np.int32)
+            for layer, keys in (selecting or {}).items()
+        }
         self.length = np.zeros(count, np.int64)
         self.cached = np.zeros(count, np.int64)
         self.start = np.zeros(count, np.int64)
@@ -78,7 +94,7 @@ class Rows:
         self.sampling.set(row, request.sampling)
         self._set_stops(row, sorted(request.sampling.stop_ids))
         self._masks[row] = _unpacked(turn.sampling_mask, start)
-        self._open_experts(row, turn.expert_ids)
+        self._open_chosen(row, turn)
 
     def append(self, rows: np.ndarray, drawn: Sampled, version: int) -> None:
         """Appends one sampled token to each row."""
@@ -93,26 +109,37 @@ class Rows:
                     self._masks[row][place] = ids[offsets[i] : offsets[i + 1]].copy()
         self.length[rows] += 1
 
-    def capture(self, rows: np.ndarray, shares: np.ndarray, chosen: np.ndarray) -> None:
-        """Writes the experts [tokens, layers, k] of the next `shares` [n] tokens of rows, row after row.
+    def capture(
+        self, rows: np.ndarray, shares: np.ndarray, capture: Capture, taken: np.ndarray | None = None
+    ) -> None:
+        """Writes what a pass chose for the next `shares` [n] tokens of rows, row after row.
 
-        What was recorded before stays: it is what the tokens after it were sampled from.
+        `taken` are the numbers of these tokens in the pass; None: all of it. What was recorded before stays:
+        it is what the tokens after it were sampled from.
         """
-        assert self.expert_ids is not None
+        assert self.expert_ids is not None and capture.expert_ids is not None
+        self._write(self.expert_ids, rows, shares, _on_host(capture.expert_ids, taken))
+        for layer, table in self.selections.items():
+            self._write(table, rows, shares, _on_host(capture.selections[layer], taken))
+
+    def _write(self, table: np.ndarray, rows: np.ndarray, shares: np.ndarray, chosen: np.ndarray) -> None:
         begin = 0
         for row, share in zip(rows.tolist(), shares.tolist(), strict=True):
             at = int(self.cached[row])
-            known = self.expert_ids[row, at : at + share]
-            np.copyto(known, chosen[begin : begin + share].astype(np.int16), where=known == FREE)
+            _fill(table[row, at : at + share], chosen[begin : begin + share].astype(table.dtype))
             begin += share
 
     def inherit(self, row: int, leader: int) -> None:
         """Makes `row` say of its history what `leader`, which computed it for both, says."""
         self.cached[row], self.mixed[row] = self.cached[leader], self.mixed[leader]
         self.replayed[row] = self.replayed[leader]
-        if self.expert_ids is not None:
-            known, size = self.expert_ids[row], int(self.cached[leader])
-            np.copyto(known[:size], self.expert_ids[leader, :size], where=known[:size] == FREE)
+        size = int(self.cached[leader])
+        for table in self._chosen():
+            _fill(table[row, :size], table[leader, :size])
+
+    def _chosen(self) -> list[np.ndarray]:
+        """The tables of what was chosen, [count, context, ...] each."""
+        return [] if self.expert_ids is None else [self.expert_ids, *self.selections.values()]
 
     def state(self, rows: np.ndarray) -> np.ndarray:
         """`ContextState` of the next tokens of rows, uint8 [n]."""
@@ -122,6 +149,11 @@ class Rows:
     def last_experts(self, rows: np.ndarray) -> np.ndarray | None:
         """Experts [n, layers, k] of the last computed token of each row."""
         return None if self.expert_ids is None else self.expert_ids[rows, self.cached[rows] - 1]
+
+    def last_selections(self, rows: np.ndarray) -> dict[int, np.ndarray] | None:
+        """Keys [n, K] by layer that the last computed token of each row selected."""
+        at = self.cached[rows] - 1
+        return {layer: table[rows, at] for layer, table in self.selections.items()} or None
 
     def stopped(self, rows: np.ndarray) -> np.ndarray:
         """Says which rows have a stop id as their last token, bool [n]."""
@@ -135,10 +167,10 @@ class Rows:
     def turn(self, row: int) -> Columns:
         """Returns a copy of what the row's turn has so far."""
         start, stop = int(self.start[row]), int(self.length[row])
-        experts = None
+        experts, begin, end = None, int(self.reported[row]), int(self.cached[row])
         if self.expert_ids is not None:
-            begin = int(self.reported[row])
-            experts = ExpertIds(begin, self.expert_ids[row, begin : int(self.cached[row])].copy())
+            experts = ExpertIds(begin, self.expert_ids[row, begin:end].copy())
+        selected = {layer: table[row, begin:end].copy() for layer, table in self.selections.items()}
         masks, mask = self._masks[row], None
         if masks:
             nothing = np.zeros(0, np.int64)
@@ -152,6 +184,7 @@ class Rows:
             experts,
             mask,
             self.starts[row],
+            Selections(begin, selected) if selected else None,
         )
 
     def past(self, row: int) -> Past | None:
@@ -175,15 +208,19 @@ class Rows:
             parts.append(known.rows[first : first + int((held == TokenType.IMAGE).sum())])
         return ImageTokens(types, torch.cat(parts)) if (types >= 0).any() else None
 
-    def _open_experts(self, row: int, known: ExpertIds | None) -> None:
-        cached = int(self.cached[row])
+    def _open_chosen(self, row: int, turn: Columns) -> None:
+        cached, known, selected = int(self.cached[row]), turn.expert_ids, turn.selections
         self.reported[row] = cached
-        if self.expert_ids is None:
-            return
-        self.expert_ids[row, cached:] = FREE
-        if known is not None:
+        for table in self._chosen():
+            table[row, cached:] = FREE
+        if self.expert_ids is not None and known is not None:
             self.reported[row] = known.start
             self.expert_ids[row, known.start : known.start + len(known.ids)] = known.ids
+        for layer, keys in (selected.keys if selected is not None else {}).items():
+            if layer in self.selections and selected is not None:
+                width = min(keys.shape[1], self.selections[layer].shape[2])
+                part = self.selections[layer][row, selected.start : selected.start + len(keys)]
+                part[:, :width] = keys[:, :width]
 
     def _set_stops(self, row: int, stops: list[int]) -> None:
         if len(stops) > self.stops.shape[1]:
@@ -192,6 +229,16 @@ class Rows:
             self.stops = wider
         self.stops[row] = _NO_STOP
         self.stops[row, : len(stops)] = stops
+
+
+def _on_host(chosen: Tensor, taken: np.ndarray | None) -> np.ndarray:
+    host = chosen.cpu().numpy()
+    return host if taken is None else host[taken]
+
+
+def _fill(known: np.ndarray, chosen: np.ndarray) -> None:
+    """Writes choices [m, ..., k] where none is known yet."""
+    np.copyto(known, chosen, where=(known == FREE).all(-1, keepdims=True))
 
 
 def _unpacked(mask: SamplingMask | None, start: int) -> dict[int, np.ndarray]:

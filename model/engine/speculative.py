@@ -168,7 +168,8 @@ class Speculator:
         attempt = Attempt(self.slots, starts, table.sampling.take(rows), self._options.rule)
         self._window.begin(on_device, self._to_device(starts - 1))
         drafts, lengths = self._draft(attempt, slots, anchors, room)
-        new, chosen, counts = NewTokens(), Capture() if capture else None, lengths + 1
+        new, counts = NewTokens(), lengths + 1
+        chosen = Capture(selections_too=bool(table.selections)) if capture else None
         ids = self._to_device(np.concatenate((anchors[:, None], drafts), axis=1))
         device_counts = self._to_device(counts)
         self._policy.extend(self._cache, on_device, ids, device_counts, new=new, capture=chosen)
@@ -180,8 +181,7 @@ class Speculator:
         self._observe(on_device, new, self._to_device(first), self._to_device(kept + 1))
         self._take_back(slots, lengths - kept)
         if chosen is not None:
-            assert chosen.expert_ids is not None
-            table.capture(rows, kept + 1, chosen.expert_ids.cpu().numpy()[_first(counts, kept + 1)])
+            table.capture(rows, kept + 1, chosen, _first(counts, kept + 1))
         self.counters.add(len(rows), int(lengths.sum()), int(kept.sum()))
         parts = []
         for place in range(int(kept.max()) + 1):

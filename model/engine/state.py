@@ -20,7 +20,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from model.choices import SamplingMask
-from model.engine.columns import Columns, ExpertIds
+from model.engine.columns import Columns, ExpertIds, Selections
 from model.engine.errors import StateError
 from model.engine.replay import Past
 from model.engine.requests import Pending, Request
@@ -29,6 +29,7 @@ from model.vision import ImageTokens
 
 FORMAT = 1
 _KEY = "tempering.request"
+_SELECTION = "selections."
 _CACHE = "cache."
 
 
@@ -106,6 +107,9 @@ def pack(pending: Pending, extra: dict[str, Any]) -> RequestState:
     tensors = {}
     if turn.expert_ids is not None:
         header["expert_start"], arrays["expert_ids"] = turn.expert_ids.start, turn.expert_ids.ids
+    if turn.selections is not None:
+        header["selection_start"] = turn.selections.start
+        arrays |= {f"{_SELECTION}{layer}": keys for layer, keys in turn.selections.keys.items()}
     if (mask := turn.sampling_mask) is not None:
         tensors |= {"mask.ids": mask.ids, "mask.offsets": mask.offsets}
     if (images := request.images) is not None:
@@ -178,9 +182,18 @@ def check_caches(state: RequestState, pending: Pending, cache: Any, policy: str,
 
 
 def _turn(header: dict[str, Any], tensors: dict[str, Tensor], token_ids: np.ndarray) -> Columns:
-    experts = mask = None
+    experts = mask = selections = None
     if "expert_ids" in tensors:
         experts = ExpertIds(int(header["expert_start"]), tensors["expert_ids"].numpy())
+    if "selection_start" in header:
+        selections = Selections(
+            int(header["selection_start"]),
+            {
+                int(name.removeprefix(_SELECTION)): tensor.numpy()
+                for name, tensor in tensors.items()
+                if name.startswith(_SELECTION)
+            },
+        )
     if "mask.ids" in tensors:
         mask = SamplingMask(tensors["mask.ids"], tensors["mask.offsets"])
     starts = tuple(_pair(pair) for pair in header["replay_starts"])
@@ -193,6 +206,7 @@ def _turn(header: dict[str, Any], tensors: dict[str, Tensor], token_ids: np.ndar
         experts,
         mask,
         starts,
+        selections,
     )
 
 

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from model.batch import Batch
 from model.config import PolicyConfig
 from model.layers.attention import Attention, Globals, RunOptions
 from model.layers.engram import Engram
 from model.layers.engram_table import TableStorage
+from model.layers.exact import in_present_mode
 from model.layers.hyper_connections import HyperConnection, collapse, mix
 from model.layers.moe import MixtureOfExperts, Routing
 from model.layers.norm import RMSNorm
@@ -28,6 +30,8 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.layer = layer
+        self.recompute = False
+        """Whether backward computes activations again instead of keeping them."""
         self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.hc_attn = HyperConnection(config)
@@ -81,6 +85,21 @@ class Block(nn.Module):
         Returns:
             Streams and A for the next block, what is handed on, and where the tokens were routed.
         """
+        arguments = (streams, x, batch, shared, cache, options)
+        if self.recompute and torch.is_grad_enabled():
+            compute = in_present_mode(self._compute)
+            return checkpoint(compute, *arguments, use_reentrant=False)  # pyright: ignore[reportReturnType]
+        return self._compute(*arguments)
+
+    def _compute(
+        self,
+        streams: Tensor,
+        x: Tensor,
+        batch: Batch,
+        shared: list[Globals],
+        cache: PolicyCache | None,
+        options: RunOptions,
+    ) -> tuple[Tensor, Tensor, list[Globals], Routing]:
         name = f"layers.{self.layer}."
         next_weights, write, carry = self.hc_attn(streams)
         update, shared = self.attn(x, batch, shared, cache, options)

@@ -41,13 +41,27 @@ def exact_mode(on: bool) -> Iterator[None]:
         _mode.exact = before
 
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def in_present_mode(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """A function that runs in the mode of now, whenever and in whichever thread it is called."""
+    on = is_exact()
+
+    @wraps(function)
+    def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        with exact_mode(on):
+            return function(*args, **kwargs)
+
+    return run
+
+
 class _HasExact(Protocol):
     exact: bool
 
 
 _Owner = TypeVar("_Owner", bound=_HasExact)
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
 
 
 def in_own_mode(

@@ -34,9 +34,12 @@ class Supervision:
         self.sums[layer] = self.sums[layer] + total if layer in self.sums else total
         self.counts[layer] = self.counts[layer] + count if layer in self.counts else count
 
-    def total(self) -> Tensor:
-        """Sum over layers of the mean over tokens."""
-        means = [self.sums[layer] / self.counts[layer].clamp_min(1) for layer in self.sums]
+    def total(self, tokens: int) -> Tensor:
+        """Sum over layers of the mean over all `tokens`; the first ones of a document have nothing to rank.
+
+        Over all, so that means of micro-batches weighted by their tokens are the mean of the batch.
+        """
+        means = [total / tokens for total in self.sums.values()]
         return torch.stack(means).sum() if means else torch.zeros(())
 
 

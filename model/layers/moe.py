@@ -86,6 +86,9 @@ class MixtureOfExperts(nn.Module):
         self.gate = Router(config, experts, chosen, dtype)
         self.w13 = nn.Parameter(torch.empty(experts + shared, 2 * f, d, dtype=dtype))
         self.w2 = nn.Parameter(torch.empty(experts + shared, d, f, dtype=dtype))
+        self.spread: nn.Module | None = None
+        """Computes the experts in this one's place, from tokens [T, d] and `Routing`, where other processes
+        hold some of them; `w13` and `w2` are gone then."""
 
     @property
     def dense(self) -> bool:
@@ -97,6 +100,8 @@ class MixtureOfExperts(nn.Module):
     ) -> tuple[Tensor, Routing]:
         """Tokens [T, d] to [T, d], and where they went; `image` and `forced` as in `Router.forward`."""
         routing = self.gate(x, image, forced)
+        if self.spread is not None:
+            return self.spread(x, routing).to(x.dtype), routing
         result = self._dense(x, routing) if self.dense else self._sparse(x, routing)
         return result.to(x.dtype), routing
 
@@ -134,6 +139,10 @@ class MixtureOfExperts(nn.Module):
         return result
 
     def _expert(self, x: Tensor, expert: int, weights: Tensor) -> Tensor:
+        return self.run(x, weights, self.w13[expert], self.w2[expert])
+
+    def run(self, x: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+        """One expert's tokens [n, d], weighted by [n, 1], through its matrices [2 f, d] and [d, f]."""
         count = x.shape[0]
-        hidden = self._linear(fill(x), self.w13[expert])
-        return self._linear(self._activate(hidden, fill(weights)), self.w2[expert])[:count]
+        hidden = self._linear(fill(x), w13)
+        return self._linear(self._activate(hidden, fill(weights)), w2)[:count]

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl.algorithms.advantages.registry import ADVANTAGES, needs_group
+from rewards.overlong import OverlongConfig
+from rl.algorithms.advantages.registry import ADVANTAGES, needs_critic, needs_group
 from rl.algorithms.aggregation import MODES
 from rl.algorithms.corrections import CORRECTIONS
 from rl.algorithms.kl import NAMES as KL_NAMES
@@ -20,7 +21,7 @@ from rl.algorithms.losses import LOSSES
 from rl.algorithms.registry import AlgorithmError, settings_of
 
 _CHOICES = {"group_size", "advantage", "loss", "corrections", "aggregation", "max_length"}
-_CHOICES |= {"kl", "kl_coef", "kl_in", "entropy_coef", "options"}
+_CHOICES |= {"overlong", "kl", "kl_coef", "kl_in", "entropy_coef", "options"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,7 @@ class AlgorithmConfig:
         kl_coef: weight of the KL.
         kl_in: `loss` adds it to the loss, `reward` subtracts it from the token's advantage.
         entropy_coef: weight of the entropy bonus.
+        overlong: penalty for answers near the greatest length, added to the rewards; null: none.
         options: settings of a user's own functions.
     """
 
@@ -54,6 +56,7 @@ class AlgorithmConfig:
     kl_coef: float = 0.0
     kl_in: str = "loss"
     entropy_coef: float = 0.0
+    overlong: OverlongConfig | None = None
     clip_low: float | None = None
     clip_high: float | None = None
     dual_clip: float | None = None
@@ -63,6 +66,9 @@ class AlgorithmConfig:
     dppo_high: float | None = None
     dppo_kl: float | None = None
     passk_std: bool | None = None
+    gae_gamma: float | None = None
+    gae_lambda: float | None = None
+    gae_whiten: bool | None = None
     tis_cap: float | None = None
     sequence_tis_cap: float | None = None
     icepop_low: float | None = None
@@ -91,9 +97,14 @@ class AlgorithmConfig:
         return self.kl_coef != 0
 
     @property
+    def needs_critic(self) -> bool:
+        """Whether a critic must say the value of each token."""
+        return needs_critic(ADVANTAGES.load(self.advantage))
+
+    @property
     def regularised(self) -> bool:
-        """Whether the loss has a term beside the policy gradient, so that a zero advantage still teaches."""
-        return self.kl_coef != 0 or self.entropy_coef != 0
+        """Whether something beside a trajectory's advantage teaches, so that one of zero is kept."""
+        return self.kl_coef != 0 or self.entropy_coef != 0 or self.needs_critic
 
     def settings_for(self, function: Callable[..., Any]) -> dict[str, Any]:
         """The settings that this configuration gives to an algorithm; its own defaults fill the rest."""
@@ -176,6 +187,9 @@ def _check_ranges(settings: Mapping[str, Any]) -> None:
             raise AlgorithmError(
                 f"{name} is {value}; it must be {'positive' if name in positive else 'at least 0'}"
             )
+    for name in ("gae_gamma", "gae_lambda"):
+        if settings.get(name, 0.0) > 1:
+            raise AlgorithmError(f"{name} is {settings[name]}; it is from 0 to 1")
     if settings.get("dual_clip", 2.0) <= 1:
         raise AlgorithmError(f"dual_clip is {settings['dual_clip']}; it must be above 1")
 

@@ -86,7 +86,10 @@ class StepFrame:
 class Engine(Protocol):
     """An inference engine as the rollout sees it. All methods may be called from one event loop."""
 
-    version: int
+    @property
+    def version(self) -> int:
+        """The version of the weights."""
+        ...
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Samples one turn. Raises `EngineError` when the request itself is at fault."""

@@ -14,23 +14,33 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from envs.types import FinishReason
 from model.cache.prefix import PrefixStore
 from model.engine.columns import Columns
 from model.engine.engine import Engine as ModelEngine
 from model.engine.errors import RequestError
 from model.engine.policy import Policy, Storage
 from model.engine.requests import Finished, Request, StepOutput
+from model.engine.roles import Role
 from model.engine.speculative import Speculation
 from model.engine.state import RequestState
 from model.replay import Replay
-from rl.engines.base import Completion, EngineError, GenerateRequest, StepFrame, StepListener
+from model.vision import ImageTokens
+from rl.engines.base import (
+    Completion,
+    EngineError,
+    GenerateRequest,
+    HistoryImages,
+    StepFrame,
+    StepListener,
+)
 from rl.engines.images import ImageRows
 from rl.engines.prefixes import store_stats
+from rl.engines.saved import SavedTurns
+from rl.engines.turns import columns, completion, engine_error, step_frames
 
 
 class EngineClosedError(RuntimeError):
@@ -45,6 +55,10 @@ class _Waiter:
     session: str
     turn: int
 
+
+T = TypeVar("T")
+Prefilled = RequestState | Completion
+"""A computed prompt on its way to a decode engine, or a turn that ended with its first token."""
 
 _Delivery = tuple["asyncio.Future[Any]", Any]
 _Command = tuple["asyncio.Future[Any]", Callable[[], None]]
@@ -62,7 +76,8 @@ class NativeEngine:
         idle_sessions: How many sessions keep caches between turns (default: `max_requests`).
         caches: What a weight swap does with the caches.
         speculate: How to draft and check several tokens a step; None draws one.
-        storage, pages, replay, exact, capture, prefix_store: As `model.engine.engine.Engine` takes them.
+        storage, pages, replay, exact, capture, capture_selections, prefix_store: As
+            `model.engine.engine.Engine` takes them.
     """
 
     def __init__(
@@ -81,7 +96,10 @@ class NativeEngine:
         replay: Replay | None = None,
         exact: bool | None = None,
         capture: bool = False,
+        capture_selections: bool = False,
         prefix_store: PrefixStore | None = None,
+        role: Role = "all",
+        saved: SavedTurns | None = None,
     ) -> None:
         self.version = version
         self._engine = ModelEngine(
@@ -96,8 +114,11 @@ class NativeEngine:
             replay=replay,
             exact=exact,
             capture=capture,
+            capture_selections=capture_selections,
             prefix_store=prefix_store,
+            role=role,
         )
+        self._saved = saved
         self._images = ImageRows(policy)
         self._store = prefix_store
         self._caches: Literal["keep", "recompute"] = caches
@@ -169,6 +190,46 @@ class NativeEngine:
         self._put(future, lambda: self._import(state, turn, caches, future))
         return await self._outcome(future)
 
+    async def prefill(self, request: GenerateRequest, rows: ImageTokens | None = None) -> Prefilled:
+        """Computes a prompt and its first token, as an engine of that role; a decode engine goes on.
+
+        Args:
+            request: The turn.
+            rows: The images of its history, encoded elsewhere; None: encoded here, if there are any.
+
+        Raises:
+            EngineError: The request itself is at fault.
+        """
+        future: asyncio.Future[Prefilled] = self._new_future()
+        self._put(future, lambda: self._submit(request, future, rows))
+        return await self._outcome(future)
+
+    async def encode(self, history: HistoryImages) -> ImageTokens | None:
+        """Encodes the images of a history, between two steps. Raises EngineError without an image tower."""
+        future = self._new_future()
+        self._put(future, lambda: self._outbox.append((future, self._images.of(history))))
+        return await future
+
+    async def announce(self, session: str, turn: int, sampled: Completion) -> None:
+        """Tells the step listener of tokens that another engine sampled for a turn of this one."""
+        await self._call(lambda: self._announce(session, turn, sampled))
+
+    async def persist(self) -> int:
+        """Keeps the caches of turns that are being sampled on disk, where it pays; call it while paused.
+
+        Returns how many turns. A turn that is asked for again here, or in a successor, goes on with them.
+        """
+        if self._saved is None:
+            return 0
+        saved, future = self._saved, self._new_future()
+
+        def save() -> None:
+            states = (self._engine.export_state(request_id) for request_id in list(self._waiters))
+            self._outbox.append((future, saved.save(states)))
+
+        self._put(future, save)
+        return await future
+
     async def load_weights(self, tensors: Mapping[str, object], version: int) -> None:
         """Swaps the weights between two tokens; running requests continue under `version`.
 
@@ -214,6 +275,7 @@ class NativeEngine:
             "evictions": float(scheduler.evictions),
             "forks": float(scheduler.forks),
             "preemptions": float(scheduler.preemptions),
+            **({} if self._saved is None else self._saved.stats()),
         }
 
     # From here on to `_run`: called in the event loop.
@@ -236,7 +298,7 @@ class NativeEngine:
             self._commands.append((future, command))
             self._wake.notify()
 
-    async def _outcome(self, future: asyncio.Future[Completion]) -> Completion:
+    async def _outcome(self, future: asyncio.Future[T]) -> T:
         """Waits for a turn; when the caller is cancelled, the turn is aborted."""
         try:
             return await future
@@ -300,13 +362,23 @@ class NativeEngine:
             try:
                 command()
             except RequestError as error:
-                self._outbox.append((future, _engine_error(error)))
+                self._outbox.append((future, engine_error(error)))
             except Exception as error:
                 self._outbox.append((future, error))
 
-    def _submit(self, request: GenerateRequest, future: asyncio.Future[Completion]) -> None:
-        completed = Columns() if request.completed is None else _columns(request.completed)
-        images = None if request.images is None else self._images.of(request.images)
+    def _submit(
+        self, request: GenerateRequest, future: asyncio.Future[Any], rows: ImageTokens | None = None
+    ) -> None:
+        if self._saved is not None and (state := self._saved.take(request)) is not None:
+            try:
+                same = state.header.get("version") == self.version
+                return self._import(state, request.turn, "keep" if same else self._caches, future)
+            except RequestError:
+                self._saved.refused += 1  # of another storage, say: the turn is computed anew
+        completed = Columns() if request.completed is None else columns(request.completed)
+        images = rows
+        if rows is None and request.images is not None:
+            images = self._images.of(request.images)
         request_id = self._engine.submit(
             Request(
                 request.session,
@@ -324,7 +396,7 @@ class NativeEngine:
             if waiter.session == session:
                 self._finish(self._engine.abort(request_id))
 
-    def _abandon(self, future: asyncio.Future[Completion]) -> None:
+    def _abandon(self, future: asyncio.Future[Any]) -> None:
         for request_id, waiter in list(self._waiters.items()):
             if waiter.future is future:
                 self._finish(self._engine.abort(request_id))
@@ -373,16 +445,25 @@ class NativeEngine:
                     output.states,
                     output.expert_ids,
                     output.sampling_mask,
+                    output.selections,
                 )
             )
+        for request_id in output.ready:
+            waiter = self._waiters.pop(request_id)
+            self._outbox.append((waiter.future, self._engine.export_state(request_id, remove=True)))
         for finished in output.finished:
             self._finish(finished)
+
+    def _announce(self, session: str, turn: int, sampled: Completion) -> None:
+        for frame in step_frames(session, turn, sampled):
+            if self._on_step is not None:
+                self._on_step(frame)
 
     def _finish(self, finished: Finished | None) -> None:
         if finished is None:
             return
         waiter = self._waiters.pop(finished.request_id)
-        result = _completion(finished) if finished.error is None else _engine_error(finished.error)
+        result = completion(finished) if finished.error is None else engine_error(finished.error)
         self._outbox.append((waiter.future, result))
 
     def _flush(self) -> None:
@@ -406,40 +487,6 @@ class NativeEngine:
         self._outbox += [(future, _closed_error(error)) for future in futures]
         self._waiters.clear()
         self._flush()
-
-
-def _columns(completed: Completion) -> Columns:
-    return Columns(
-        np.array(completed.token_ids, np.int64),
-        np.array(completed.logprobs, np.float32),
-        np.array(completed.policy_versions, np.int32),
-        np.array(completed.full_logprobs, np.float32),
-        np.array(completed.states, np.uint8),
-        completed.expert_ids,
-        completed.sampling_mask,
-        completed.replay_starts,
-    )
-
-
-def _completion(finished: Finished) -> Completion:
-    turn = finished.turn
-    return Completion(
-        tuple(turn.token_ids.tolist()),
-        tuple(turn.logprobs.tolist()),
-        tuple(turn.versions.tolist()),
-        FinishReason(str(finished.finish)),
-        tuple(turn.full_logprobs.tolist()),
-        tuple(turn.states.tolist()),
-        turn.replay_starts,
-        turn.expert_ids,
-        turn.sampling_mask,
-    )
-
-
-def _engine_error(error: RequestError) -> EngineError:
-    result = EngineError(str(error))
-    result.__cause__ = error
-    return result
 
 
 def _closed_error(failure: BaseException | None) -> EngineClosedError:

@@ -48,10 +48,15 @@ class Target:
             return RunConfig.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
         except (OSError, yaml.YAMLError, ValidationError) as error:
             raise TargetError(
-                f"{file} is no configuration that this version reads ({type(error).__name__}); give the "
-                "policy's "
+                f"{file} is no configuration that this version reads ({_why(error)}); give the policy's "
                 "folder, copied out of the run, with all settings"
             ) from error
+
+
+def _why(error: OSError | yaml.YAMLError | ValidationError) -> str:
+    if not isinstance(error, ValidationError):
+        return f"{type(error).__name__}: {error}"
+    return "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
 
 
 def digest_of(policy: Path) -> str:

@@ -7,6 +7,7 @@ has settings owns a frozen dataclass; the sections without a component of their 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -17,7 +18,9 @@ from rewards.length import LengthPenaltyConfig
 from rl.algorithms.config import AlgorithmConfig
 from rl.engines.prefixes import PrefixSizes, Tier
 from rl.rollout.config import RolloutConfig
+from rl.rollout.efforts import EffortDistribution, Efforts
 from rl.rollout.latency import Latency
+from rl.trainers.critic import CriticConfig
 from rl.trainers.opd import OPDConfig
 from rl.trainers.rl import RLConfig
 from rl.trainers.sft import SFTConfig
@@ -54,13 +57,32 @@ class Model(Section):
     """The policy to start from: a preset's fresh weights, or a checkpoint folder (`path`).
 
     Attributes:
+        sliding_window: tokens that a window sees, other than the preset's; null keeps the preset's. A
+            checkpoint folder has its own.
         exact: trainer and sampler compute every token's log-probability to the same last bit, whatever is
             batched, chunked or interrupted; slower (`benchmarks.exact`).
     """
 
     preset: str = "nano"
     path: str = ""
+    sliding_window: int | None = Field(default=None, ge=1)
     exact: bool = False
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.path and self.sliding_window is not None:
+            raise ValueError(
+                f"model.sliding_window={self.sliding_window} has no effect with model.path={self.path}, "
+                "whose own config.json says it; remove one of them"
+            )
+        return self
+
+    def fresh(self) -> PolicyConfig:
+        """Returns the shape of the policy that a run without a checkpoint starts from."""
+        preset = PolicyConfig.preset(self.preset)
+        if self.sliding_window is None:
+            return preset
+        return replace(preset, sliding_window=self.sliding_window)
 
 
 class Member(Section):
@@ -193,6 +215,8 @@ class EngineSection(Section):
         prefix_store: where beginnings of histories are kept for later requests: nowhere (off), in
             memory, or in memory and on disk. Needs engine.storage=packed.
         prefix: its sizes.
+        persist_from: an interruption keeps the caches of turns with at least so many tokens on disk, beside
+            the token log; shorter ones are computed again.
         scales_every: in every so many-th forward pass block scales at their limits are counted
             (`quant/rollout/...`); 0 never counts.
     """
@@ -204,6 +228,7 @@ class EngineSection(Section):
     temperature: float = Field(default=1.0, gt=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
+    persist_from: int = Field(default=256, ge=1)
     speculate: Literal["off", "rejection", "coupled"] = "off"
     draft_length: int | None = Field(default=None, ge=1)
     storage: Literal["dense", "packed"] = "dense"
@@ -229,23 +254,57 @@ class EngineSection(Section):
 
 
 class Effort(Section):
-    """The efforts to train at, and the length penalty (none: lengths are not rewarded)."""
+    """The efforts to train at, and the length penalty (none: lengths are not rewarded).
+
+    Attributes:
+        levels: the ladder of efforts; evaluations use these.
+        distribution: how the efforts of training tasks are drawn.
+        in_prompt: whether the policy is told the effort; without, it cannot follow it (a control).
+    """
 
     levels: tuple[int, ...] = (50,)
+    distribution: EffortDistribution = Field(default_factory=EffortDistribution)
+    in_prompt: bool = True
     length_penalty: LengthPenaltyConfig | None = None
 
     @model_validator(mode="after")
-    def _in_range(self) -> Self:
+    def _fits_together(self) -> Self:
         if not self.levels or not all(1 <= level <= 100 for level in self.levels):
             raise ValueError(f"levels={list(self.levels)}: give at least one effort, each from 1 to 100")
+        self.draws(0)
+        penalty = self.length_penalty
+        if penalty is not None and penalty.efforts != self.levels:
+            raise ValueError(
+                f"effort.length_penalty.efforts={list(penalty.efforts)} are not effort.levels="
+                f"{list(self.levels)}, from which b_min and tau follow; set effort.levels only"
+            )
         return self
+
+    def draws(self, seed: int) -> Efforts:
+        """Returns the efforts of every task of a run with this seed."""
+        return Efforts(self.levels, self.distribution, seed)
 
 
 class Eval(Section):
-    """Evaluation: so many tasks of the evaluation split, so many samples of each when sampling."""
+    """Evaluation: so many tasks of the evaluation split, so many samples of each when sampling.
+
+    Attributes:
+        efforts: the grid of efforts of the cost-quality curve, which is measured at the end of a run (greedy,
+            every effort on the same tasks); none: no curve.
+        effort_tasks: tasks an effort of the curve.
+    """
 
     tasks: int = Field(default=200, ge=1)
     samples: int = Field(default=2, ge=1)
+    efforts: tuple[int, ...] = ()
+    effort_tasks: int = Field(default=200, ge=2)
+
+    @field_validator("efforts")
+    @classmethod
+    def _is_a_grid(cls, efforts: tuple[int, ...]) -> tuple[int, ...]:
+        if list(efforts) != sorted(set(efforts)) or not all(1 <= effort <= 100 for effort in efforts):
+            raise ValueError(f"eval.efforts={list(efforts)}: give ascending efforts, each from 1 to 100")
+        return efforts
 
 
 class Checkpoints(Section):
@@ -274,6 +333,7 @@ class Launcher(Section):
         replicas: generator processes; samples go to the least loaded. A resumed run keeps its number.
         prefill_replicas: engines that compute prompts for the generators, which then only decode; 0: each
             generator computes its own.
+        encode_replicas: engines that encode images for the prefill engines; 0: these do it themselves.
         restarts: how often a process may die without progress between; a successor goes on with its samples.
         weights: how they travel: `shared_memory` within one host, `object_store` or `collective` (NCCL
             between GPUs, Gloo between CPUs) between hosts.
@@ -287,6 +347,7 @@ class Launcher(Section):
     placement: Literal["split", "colocated"] = "split"
     replicas: int = Field(default=1, ge=1)
     prefill_replicas: int = Field(default=0, ge=0)
+    encode_replicas: int = Field(default=0, ge=0)
     restarts: int = Field(default=3, ge=0)
     weights: Medium = "shared_memory"
     weights_deadline_s: float = Field(default=120.0, gt=0)
@@ -303,6 +364,11 @@ class Launcher(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
+        if self.encode_replicas and not self.prefill_replicas:
+            raise ValueError(
+                f"launcher.encode_replicas={self.encode_replicas} encode images for prefill engines, and "
+                "there are none: set launcher.prefill_replicas to at least 1, or launcher.encode_replicas=0"
+            )
         if self.placement == "colocated" and (self.replicas > 1 or self.prefill_replicas):
             raise ValueError(
                 f"launcher.placement=colocated is one process that trains and generates; with "
@@ -341,6 +407,9 @@ class RunConfig(Section):
     def _fits_together(self) -> Self:
         self.rollout.check_group_size(self.algorithm.group_size)
         self._check_drafter()
+        self._check_training()
+        if not self.model.path:
+            self.trainer.parallel.check(PolicyConfig.preset(self.model.preset))
         self._check_caps()
         self._check_distillation()
         if self.engine.max_completion_tokens >= self.engine.max_tokens:
@@ -365,6 +434,12 @@ class RunConfig(Section):
                 "rollout.kv_on_update=keep goes on with keys that earlier weights computed; set "
                 "rollout.kv_on_update=recompute (or rollout.staleness=0, which updates nothing in flight)"
             )
+        if self.launcher.prefill_replicas and self.trainer.replay_choices != "off":
+            raise ValueError(
+                f"launcher.prefill_replicas={self.launcher.prefill_replicas} hand prompts on without the "
+                "experts that the token log keeps for trainer.replay_choices; set "
+                "launcher.prefill_replicas=0 or trainer.replay_choices=off"
+            )
         if self.run.resume and self.run.clean:
             raise ValueError("run.resume and run.clean exclude each other; give one of them")
         if self.rollout.max_total_tokens > self.engine.max_tokens:
@@ -375,6 +450,19 @@ class RunConfig(Section):
             )
         return self
 
+    def _check_training(self) -> None:
+        if not self.algorithm.needs_critic and self.trainer.critic != CriticConfig():
+            raise ValueError(
+                f"trainer.critic has no effect with algorithm.advantage={self.algorithm.advantage}; set "
+                "algorithm=ppo, or leave it out"
+            )
+        if self.sft.data and not self.sft.steps:
+            raise ValueError("sft.data has no effect with sft.steps=0; set sft.steps, or leave it out")
+        for name in ("data", "validation"):
+            for path in getattr(self.sft, name):
+                if not Path(path).expanduser().exists():
+                    raise ValueError(f"sft.{name}: there is no {path} (seen from {Path.cwd()})")
+
     @property
     def learning_steps(self) -> int:
         """Optimiser steps after the warm start: of distillation when there are teachers, else of RL."""
@@ -383,6 +471,11 @@ class RunConfig(Section):
     def _check_distillation(self) -> None:
         if not self.opd.teachers:
             return
+        if self.trainer.parallel.data > 1:
+            raise ValueError(
+                f"opd.teachers with trainer.parallel.data={self.trainer.parallel.data}: one process distils "
+                "so far; set trainer.parallel.data=1"
+            )
         if self.trainer.steps:
             raise ValueError(
                 f"opd.teachers and trainer.steps={self.trainer.steps}: a run distils or reinforces; set "
@@ -415,7 +508,7 @@ class RunConfig(Section):
         trained = self.trainer.draft.anchors or self.sft.draft.anchors
         if self.model.path or not (trained or self.engine.speculate != "off"):
             return
-        if not PolicyConfig.preset(self.model.preset).num_nextn_predict_layers:
+        if not self.model.fresh().num_nextn_predict_layers:
             raise ValueError(
                 f"model.preset={self.model.preset} has no drafter to speculate with or to train; take "
                 "model=nano_draft, or leave engine.speculate=off and the drafts' anchors at 0"

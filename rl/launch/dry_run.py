@@ -9,7 +9,6 @@ import yaml
 
 from envs.base import Environment
 from envs.types import Task
-from model.config import PolicyConfig
 from rl.launch.config import RunConfig
 from rl.launch.run import as_plain, check_name
 
@@ -39,7 +38,9 @@ def arithmetic(config: RunConfig) -> Iterator[str]:
         f"{steps * samples} samples ({samples} a step), at most "
         f"{samples * config.engine.max_tokens} tokens a step"
     )
-    yield f"efforts: {levels} ({', '.join(map(str, config.effort.levels))}), one for each group in turn"
+    kind = config.effort.distribution.kind
+    how = "each task at one after the other" if kind == "ladder" else f"drawn {kind}, {levels} a task"
+    yield f"efforts: {', '.join(map(str, config.effort.levels))}, {how}"
     evaluation = config.eval.tasks * (1 + config.eval.samples)
     yield (
         f"evaluation: {config.eval.tasks} tasks, once greedy and {config.eval.samples} times sampled = "
@@ -100,7 +101,7 @@ def _first_of(config: RunConfig, env: Environment) -> Iterator[str]:
 
 def _check_model(config: RunConfig) -> None:
     if not config.model.path:
-        PolicyConfig.preset(config.model.preset)
+        config.model.fresh()
     elif not Path(config.model.path).expanduser().exists():
         raise ValueError(f"model.path={config.model.path}: there is no such folder; check the path")
 

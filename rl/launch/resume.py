@@ -17,6 +17,8 @@ _FIXED = (
     "scaffold",
     "algorithm.group_size",
     "effort.levels",
+    "effort.distribution",
+    "effort.in_prompt",
     "rollout.curriculum",
     "run.seed",
     "sft.steps",

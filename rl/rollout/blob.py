@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from array import array
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,19 +27,22 @@ class Blob:
 
 
 def column_to_json(kind: str, values: Sequence[float], blob: Blob | None) -> Json:
-    """Numbers as a list, or (with `blob`) as bytes of the `array` type `kind`."""
+    """Numbers as a list, or (with `blob`) as bytes of the `struct` type `kind`, or one that is repeated."""
     if blob is None:
         return list(values)
-    return {"kind": kind, "at": blob.add(array(kind, values).tobytes())}
+    if kind == "i" and values and values.count(values[0]) == len(values):
+        return {"all": values[0], "count": len(values)}
+    return {"kind": kind, "at": blob.add(struct.pack(f"<{len(values)}{kind}", *values))}
 
 
 def column_from_json(data: Json, blob: memoryview | None) -> tuple[Any, ...]:
     """The numbers of `column_to_json`."""
     if isinstance(data, list):
         return tuple(data)
-    values = array(data["kind"])
-    values.frombytes(_bytes(data["at"], blob))
-    return tuple(values)
+    if "all" in data:
+        return (data["all"],) * data["count"]
+    packed, size = _bytes(data["at"], blob), struct.calcsize(data["kind"])
+    return struct.unpack(f"<{len(packed) // size}{data['kind']}", packed)
 
 
 def replay_to_json(replay: Replay | None, blob: Blob | None) -> Json:

@@ -209,10 +209,14 @@ def trajectory_from_json(data: Json, blob: memoryview | None = None) -> Trajecto
     )
 
 
-def trajectory_to_parts(trajectory: Trajectory) -> list[bytes]:
-    """One trajectory as the payload of a log's record: the JSON's length, the JSON, and columns as bytes."""
+def trajectory_to_parts(trajectory: Trajectory, in_steps: Sequence[int] = ()) -> list[bytes]:
+    """One trajectory as the payload of a log's record: the JSON's length, the JSON, and columns as bytes.
+
+    `in_steps` are turns whose choices `rl.rollout.ends` left in the log's steps.
+    """
     blob = Blob()
-    text = json.dumps(trajectory_to_json(trajectory, blob)).encode()
+    data = trajectory_to_json(trajectory, blob) | {"in_steps": list(in_steps)}
+    text = json.dumps(data).encode()
     return [struct.pack("<I", len(text)), text, *blob.parts]
 
 
@@ -221,11 +225,11 @@ def text_to_parts(text: bytes) -> list[bytes]:
     return [struct.pack("<I", len(text)), text]
 
 
-def trajectory_from_bytes(payload: bytes) -> Trajectory:
-    """The trajectory of `trajectory_to_parts`, joined."""
+def trajectory_from_bytes(payload: bytes) -> tuple[Trajectory, list[int]]:
+    """What `trajectory_to_parts` was given, from its parts joined."""
     (length,) = struct.unpack_from("<I", payload)
-    view = memoryview(payload)
-    return trajectory_from_json(json.loads(payload[4 : 4 + length]), view[4 + length :])
+    data = json.loads(payload[4 : 4 + length])
+    return trajectory_from_json(data, memoryview(payload)[4 + length :]), data.get("in_steps", [])
 
 
 def group_to_json(group: Group) -> Json:

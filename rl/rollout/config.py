@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 UnknownCommands = Literal["fail", "rerun_if_idempotent", "replay"]
@@ -72,6 +72,19 @@ class CurriculumConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WalConfig:
+    """Settings of the token log.
+
+    `flush_ms` bounds what a crash can cost in sampled tokens (0: every decode step is written at once);
+    `fsync` also survives the loss of power. After `segment_bytes` a new file begins.
+    """
+
+    flush_ms: float = 50.0
+    fsync: bool = False
+    segment_bytes: int = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:
     """Settings of dispatch, episodes, token log and buffer.
 
@@ -83,8 +96,7 @@ class RolloutConfig:
     held back until the long ones that began with them have ended.
     `retries` is the number of further attempts of a sample that failed for infrastructure. After
     `breaker_failures` failures in a row an environment rests for `breaker_rest_s`, then one sample probes
-    it. `flush_ms` bounds what a crash can cost in sampled tokens (0: every decode step is written at once);
-    `fsync` also survives the loss of power. A command that was under way in a sample's own sandbox when the
+    it. A command that was under way in a sample's own sandbox when the
     process that gave it died has an unknown effect: `replay` makes the sandbox anew from its journal and runs
     the command there, `rerun_if_idempotent` runs it again only if it was marked so, `fail` never; where it
     does not run the sample fails for infrastructure. `kv_on_update` says what a new version of the weights
@@ -108,10 +120,8 @@ class RolloutConfig:
     max_total_tokens: int = 4096
     pool_size: int = 2
     lag_alarm_s: float = 1.0
-    flush_ms: float = 50.0
-    fsync: bool = False
+    wal: WalConfig = field(default_factory=WalConfig)
     unknown_commands: UnknownCommands = "replay"
-    segment_bytes: int = 64 << 20
     kv_on_update: Literal["keep", "recompute"] = "keep"
 
     def __post_init__(self) -> None:
@@ -122,12 +132,14 @@ class RolloutConfig:
         """
         for name in ("max_in_flight", "groups_per_step", "min_valid", "breaker_failures", "pool_size"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("staleness", "retries", "flush_ms", "breaker_rest_s", "hold_back_steps"):
+        for name in ("staleness", "retries", "breaker_rest_s", "hold_back_steps"):
             self._require(name, getattr(self, name) >= 0, "0 or more")
         for name in ("deadline_s", "score_deadline_s", "lag_alarm_s"):
             self._require(name, getattr(self, name) > 0, "greater than 0 seconds")
         self._require("max_total_tokens", self.max_total_tokens >= 2, "at least 2 (a prompt and one token)")
-        self._require("segment_bytes", self.segment_bytes >= 4096, "at least 4096 bytes")
+        _require("wal.flush_ms", self.wal.flush_ms, self.wal.flush_ms >= 0, "0 or more")
+        size = self.wal.segment_bytes
+        _require("wal.segment_bytes", size, size >= 4096, "at least 4096 bytes")
         policies = ("fail", "rerun_if_idempotent", "replay")
         self._require("unknown_commands", self.unknown_commands in policies, "one of " + ", ".join(policies))
         self._require("kv_on_update", self.kv_on_update in ("keep", "recompute"), "'keep' or 'recompute'")

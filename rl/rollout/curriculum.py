@@ -20,6 +20,7 @@ from envs.base import Environment
 from envs.plugins import Catalogue
 from envs.types import Group, Task
 from rl.rollout.buffer import outcomes
+from rl.rollout.efforts import Efforts
 from rl.rollout.stream import EmptySplitError
 
 CURRICULA = Catalogue(
@@ -96,7 +97,7 @@ class CurriculumStream:
         env: Environment,
         split: str,
         seed: int,
-        efforts: Sequence[int],
+        efforts: Efforts | Sequence[int],
         curriculum: Curriculum,
         tasks: int,
     ) -> None:
@@ -104,7 +105,7 @@ class CurriculumStream:
         if not self._tasks:
             raise EmptySplitError(f"environment {env.name!r} has no task in split {split!r}")
         self._where = f"environment {env.name!r}, split {split!r}"
-        self._seed, self._efforts, self._choose = f"{seed}/{env.name}", tuple(efforts), curriculum
+        self._seed, self._efforts, self._choose = f"{seed}/{env.name}", Efforts.of(efforts), curriculum
         self.rates = {task: TaskRate(task) for task in self._tasks}
         self._chosen: dict[int, str] = {}
         self._ended: dict[int, int] = {}
@@ -114,7 +115,7 @@ class CurriculumStream:
         index, level = divmod(group, len(self._efforts))
         if index not in self._chosen:
             self._chosen[index] = self._next(index)
-        return self._tasks[self._chosen[index]], self._efforts[level]
+        return self._tasks[self._chosen[index]], self._efforts.of_task(index)[level]
 
     def observe(self, number: int, group: Group) -> None:
         """Counts the outcomes of a group that ended."""

@@ -45,8 +45,7 @@ class Kind(IntEnum):
     RESET = 6
     END = 7
     CONSUMED = 8
-    STARTS = 9
-    PLACE = 10
+    PLACE = 9
 
 
 class SegmentError(ValueError):

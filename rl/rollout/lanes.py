@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -24,9 +24,10 @@ class Lanes:
         self._slot = np.zeros(0, np.uint32)
         self._place = np.zeros(0, np.uint32)
         self._route: _Route | None = None
+        self._turns: dict[str, dict[int, int]] = {}
 
-    def open(self, session: str, slot: int, place: int = 0) -> None:
-        """A session begins."""
+    def open(self, session: str, slot: int, place: int = 0, turns: Mapping[int, int] | None = None) -> None:
+        """A session begins; `turns` has the tokens of turns that are in the log already."""
         assert session not in self._of, f"{session} is running already"
         if not self._free:
             grown = max(64, 2 * len(self._slot))
@@ -34,7 +35,7 @@ class Lanes:
             self._slot, self._place = np.resize(self._slot, grown), np.resize(self._place, grown)
         lane = self._free.pop()
         self._slot[lane], self._place[lane] = slot, place
-        self._of[session], self._route = lane, None
+        self._of[session], self._route, self._turns[session] = lane, None, dict(turns or {})
 
     def slot(self, session: str) -> int | None:
         """The slot of a session; None for one that is not logged."""
@@ -45,8 +46,18 @@ class Lanes:
         """The next token of a session is its turn's first."""
         self._place[self._of[session]] = 0
 
+    def end_turn(self, session: str, turn: int, tokens: int) -> None:
+        """A turn ended; it counts as logged when all of its `tokens` are."""
+        if int(self._place[self._of[session]]) == tokens:
+            self._turns[session][turn] = tokens
+
+    def logged_turns(self, session: str) -> dict[int, int]:
+        """Tokens of a session's turns that are wholly in the log."""
+        return self._turns.get(session, {})
+
     def close(self, session: str) -> int | None:
         """A session ends; returns its slot."""
+        self._turns.pop(session, None)
         lane, self._route = self._of.pop(session, None), None
         if lane is None:
             return None
@@ -80,7 +91,7 @@ class Lanes:
         lanes = lanes[found]
         columns = np.zeros((5, len(lanes)), np.uint32)
         columns[0] = self._slot[lanes]
-        columns[1] = np.array(frame.turns, np.uint32)[found]
+        columns[1] = np.fromiter(frame.turns, np.uint32, len(frame.turns))[found]
         several = bool(len(lanes)) and int(np.bincount(lanes).max()) > 1
         repeats = _repeats(lanes) if several else None
         return _Route(list(frame.sessions), list(frame.turns), whole, found, lanes, columns, repeats)

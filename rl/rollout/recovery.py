@@ -12,12 +12,14 @@ import struct
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 
-from envs.types import FinishReason, Message, Trajectory
+from envs.types import FinishReason, Message
 from rl.rollout import codec
+from rl.rollout.ends import with_steps
 from rl.rollout.frames import Damage, Data, Kind, Record, Scan, scan, slots_of
 from rl.rollout.segments import Segment, map_file
 from rl.rollout.state import FINISHES, LoggedSample, LoggedTurn, Recovery, SandboxPlace, Tokens
@@ -111,10 +113,6 @@ def _read_turn(slot: _Slot, kind: Kind, payload: bytes, row: int) -> None:
         if turn in slot.turns:
             slot.turns[turn].tokens, slot.turns[turn].finish = tokens, FINISHES[finish]
             slot.turns[turn].starts = _pairs(payload[12:])
-    elif kind is Kind.STARTS:
-        (turn,) = struct.unpack_from("<I", payload)
-        if turn in slot.turns:
-            slot.turns[turn].starts = _pairs(payload[4:])
     elif kind is Kind.RESULT:
         turn, number = struct.unpack_from("<II", payload)
         if turn in slot.turns:
@@ -141,17 +139,23 @@ def rebuild(segments: list[Segment], damage: Damage) -> Recovery:
 
 
 def _recover(reader: _Reader, damage: Damage) -> Recovery:
-    over = reader.consumed | {number for number, slot in reader.slots.items() if slot.end is not None}
+    ends = {
+        number: codec.trajectory_from_bytes(slot.end)
+        for number, slot in sorted(reader.slots.items())
+        if slot.end is not None and number not in reader.consumed
+    }
+    leaning = {number for number, (_, in_steps) in ends.items() if in_steps}
+    over = reader.consumed | ends.keys() - leaning
     top = max([reader.top, *(int(part.slot.max()) for part in reader.steps if len(part))])
     columns = _Columns.of(reader.steps, over, top)
+    finished = {
+        number: with_steps(ended, in_steps, partial(columns.turn, number, reader.slots[number].resets))
+        for number, (ended, in_steps) in ends.items()
+    }
     unfinished: dict[int, LoggedSample] = {}
-    finished: dict[int, Trajectory] = {}
     lost = len(columns) - sum(len(columns.of_slot(number)) for number in set(reader.slots) - over)
     for number, slot in sorted(reader.slots.items()):
-        if number in reader.consumed:
-            continue
-        if slot.end is not None:
-            finished[number] = codec.trajectory_from_bytes(slot.end)
+        if number in reader.consumed or slot.end is not None:
             continue
         placed = columns.after_resets(columns.of_slot(number), slot.resets)
         lost += len(placed[0])
@@ -161,7 +165,7 @@ def _recover(reader: _Reader, damage: Damage) -> Recovery:
             assignment = codec.assignment_from_json(json.loads(slot.start))
             place = SandboxPlace(**json.loads(slot.place)) if slot.place else None
             unfinished[number] = LoggedSample(assignment, turns, place)
-    return Recovery(unfinished, finished, damage, reader.row_count, lost, top + 1)
+    return Recovery(unfinished, finished, damage, reader.row_count, lost, top + 1, leaning)
 
 
 def _turns(
@@ -267,6 +271,13 @@ class _Columns:
             certain = turn < turn[again + 1].min()
             rows, turn, index = rows[certain], turn[certain], index[certain]
         return rows, turn, index
+
+    def turn(self, slot: int, resets: list[_Reset], turn: int) -> Tokens:
+        """The tokens of one turn of a slot up to the first hole."""
+        rows, numbers, places = self.after_resets(self.of_slot(slot), resets)
+        rows, places = rows[numbers == turn], places[numbers == turn]
+        found = int(np.argmin(np.append(places == np.arange(len(places)), False)))
+        return self.tokens(rows[:found])
 
     def tokens(self, rows: np.ndarray) -> Tokens:
         """Those of one turn, in order."""

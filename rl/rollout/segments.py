@@ -84,8 +84,31 @@ def list_segments(folder: Path, damage: Damage) -> list[Segment]:
     return found
 
 
-def rewrite(segments: list[Segment], live: set[int], ended: set[int]) -> Segment:
-    """Replaces the segments by one that keeps all records of `live` slots and the results of `ended` ones.
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """What a rewritten segment keeps: all records of `live` slots, the results of `ended` ones.
+
+    Of those that are `leaning` also the steps, and what says which of them count.
+    """
+
+    live: set[int]
+    ended: set[int]
+    leaning: set[int]
+
+    def record(self, kind: int, slot: int | None) -> bool:
+        """Whether a record that is no step stays."""
+        if kind == Kind.END:
+            return slot in self.ended
+        return slot in self.live or (slot in self.leaning and kind in (Kind.BEGIN, Kind.RESET))
+
+    def steps(self, slots: np.ndarray) -> np.ndarray:
+        """The numbers of the tokens that stay, of tokens of these slots."""
+        wanted = self.live | (self.ended & self.leaning)
+        return np.flatnonzero(np.isin(slots, np.fromiter(wanted, np.uint32, len(wanted))))
+
+
+def rewrite(segments: list[Segment], keep: Keep) -> Segment:
+    """Replaces the segments by one without what is not kept.
 
     The new file takes the place of the last segment by a rename; a crash leaves the old files or the new one.
     """
@@ -95,7 +118,7 @@ def rewrite(segments: list[Segment], live: set[int], ended: set[int]) -> Segment
     with partial.open("wb") as file:
         file.write(header(last.number, covers_from))
         for segment in segments:
-            file.writelines(_kept(segment, live, ended))
+            file.writelines(_kept(segment, keep))
         file.flush()
         os.fsync(file.fileno())
     partial.rename(last.path)
@@ -120,17 +143,15 @@ def map_file(segment: Segment) -> Data:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def _kept(segment: Segment, live: set[int], ended: set[int]) -> Iterator[Buffer]:
+def _kept(segment: Segment, keep: Keep) -> Iterator[Buffer]:
     data = map_file(segment)
     found = scan(data, segment.format, Damage())
     steps = Steps.read(data, found)
-    wanted = np.fromiter(live, np.uint32, len(live))
-    rows = np.flatnonzero(np.isin(steps.slot, wanted))
+    rows = keep.steps(steps.slot)
     begins = np.concatenate([[0], np.cumsum(steps.counts)])
     done = 0
     for item in found.others:
-        slot = next(slots_of(data, item), None)
-        if item.kind == Kind.CONSUMED or slot not in (ended if item.kind == Kind.END else live):
+        if item.kind == Kind.CONSUMED or not keep.record(item.kind, next(slots_of(data, item), None)):
             continue
         until = int(np.searchsorted(rows, begins[item.steps_before]))
         yield from _kept_steps(steps, rows[done:until])

@@ -125,7 +125,10 @@ class LoggedSample:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What a log holds, by slot; `lost_tokens` are logged tokens that lie behind a hole or have no sample."""
+    """What a log holds, by slot; `lost_tokens` are logged tokens that lie behind a hole or have no sample.
+
+    `leaning` are finished slots of which `finished` took some from their steps (`rl.rollout.ends`).
+    """
 
     unfinished: dict[int, LoggedSample]
     finished: dict[int, Trajectory]
@@ -133,3 +136,4 @@ class Recovery:
     tokens: int = 0
     lost_tokens: int = 0
     next_slot: int = 0
+    leaning: set[int] = field(default_factory=set)

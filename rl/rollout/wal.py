@@ -26,10 +26,11 @@ from envs.types import FinishReason, Message, Trajectory, TrajectoryKey
 from rl.engines.base import StepFrame
 from rl.rollout import codec
 from rl.rollout.assignment import Assignment
+from rl.rollout.ends import without_steps
 from rl.rollout.frames import Buffer, Damage, Kind, Unsealed, header, ints, record
 from rl.rollout.lanes import Lanes
 from rl.rollout.recovery import rebuild
-from rl.rollout.segments import Segment, list_segments, next_number, rewrite, segment_path, sync_folder
+from rl.rollout.segments import Keep, Segment, list_segments, next_number, rewrite, segment_path, sync_folder
 from rl.rollout.state import FINISHES, LoggedSample, Recovery, SandboxPlace
 
 _BUFFERS = 512
@@ -71,6 +72,7 @@ class TokenLog:
         self._slots: dict[TrajectoryKey, int] = {}
         self._live: set[int] = set()
         self._ended: set[int] = set()
+        self._leaning: set[int] = set(self.recovery.leaning)
         self._adopt(self.recovery)
         self._next_slot = self.recovery.next_slot
         self._failure: Exception | None = None
@@ -103,7 +105,8 @@ class TokenLog:
         tokens, results = (len(last.tokens), len(last.results)) if last else (0, 0)
         with self._appending():
             slot = self._slots[sample.assignment.key]
-            self._lanes.open(sample.assignment.session, slot, tokens)
+            whole = {i: len(turn.tokens) for i, turn in enumerate(sample.turns) if turn.finish is not None}
+            self._lanes.open(sample.assignment.session, slot, tokens, whole)
             closed = int(last is not None and last.finish is not None)
             self._append(Kind.RESET, ints("IIIIII", slot, len(sample.turns), turn, tokens, closed, results))
 
@@ -124,8 +127,11 @@ class TokenLog:
         replay_starts: Sequence[tuple[int, int]] = (),
     ) -> None:
         """A turn of `tokens` tokens was sampled to its end, after prefills that began at these places."""
-        starts = np.array(replay_starts, "<u4").tobytes()
-        self._about(session, Kind.TURN, ints("III", turn, tokens, FINISHES.index(finish)) + starts)
+        payload = ints("III", turn, tokens, FINISHES.index(finish)) + np.array(replay_starts, "<u4").tobytes()
+        with self._appending():
+            if (slot := self._lanes.slot(session)) is not None:
+                self._lanes.end_turn(session, turn, tokens)
+                self._append(Kind.TURN, ints("I", slot), payload)
 
     def result(self, session: str, turn: int, number: int, message: Message) -> None:
         """The result of the turn's tool call `number` (0-based)."""
@@ -138,11 +144,14 @@ class TokenLog:
 
     def end(self, session: str, trajectory: Trajectory) -> None:
         """A sample ended; its whole result is kept until it is consumed."""
-        parts = codec.trajectory_to_parts(trajectory)
+        shorter, in_steps = without_steps(trajectory, self._lanes.logged_turns(session))
+        parts = codec.trajectory_to_parts(shorter, in_steps)
         with self._appending():
             if (slot := self._lanes.close(session)) is not None:
                 self._live.discard(slot)
                 self._ended.add(slot)
+                if in_steps:
+                    self._leaning.add(slot)
                 self._append(Kind.END, ints("I", slot), *parts)
 
     def consumed(self, keys: Iterable[TrajectoryKey]) -> None:
@@ -151,6 +160,7 @@ class TokenLog:
             slots = [slot for key in keys if (slot := self._slots.pop(key, None)) is not None]
             self._live.difference_update(slots)
             self._ended.difference_update(slots)
+            self._leaning.difference_update(slots)
             if slots:
                 self._append(Kind.CONSUMED, np.array(slots, "<u4").tobytes())
 
@@ -197,8 +207,8 @@ class TokenLog:
             self._rotate()
             sealed = list(self._sealed)
             with self._lock:
-                live, ended = set(self._live), set(self._ended)
-        compacted = rewrite(sealed, live, ended)
+                keep = Keep(set(self._live), set(self._ended), set(self._leaning))
+        compacted = rewrite(sealed, keep)
         with self._io:
             self._sealed = [compacted, *self._sealed[len(sealed) :]]
             self._compacted_bytes = compacted.size

@@ -30,6 +30,8 @@ from sandbox.metrics import Metrics
 MAX_BODY = 64 << 20
 _KEEP_ALIVE_S = 15.0
 _GONE = 4096
+_THREAD_FROM = 1 << 20
+"""Bytes of a body from which reading it leaves the event loop."""
 _LOG = logging.getLogger("rl.serve")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _SESSION: web.RequestKey[Session] = web.RequestKey("session", Session)
@@ -177,8 +179,8 @@ class Endpoint:
             raise ApiError("the server is stopping: ask again later", status=503, kind="server_error")
         if request.content_type != "application/json":
             raise ApiError("send Content-Type: application/json", status=415, code="unsupported_media_type")
-        body = parse_body(await request.read())
-        asked = read_request(body)
+        data = await request.read()
+        asked = await asyncio.to_thread(_read, data) if len(data) > _THREAD_FROM else _read(data)
         self._check_model(asked.model)
         started, self.running = time.monotonic(), self.running + 1
         try:
@@ -255,6 +257,13 @@ async def on_loopback(endpoint: Endpoint) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
     finally:
         await runner.cleanup()
+
+
+def _read(data: bytes) -> ChatRequest:
+    try:
+        return read_request(parse_body(data))
+    except (RecursionError, UnicodeError) as error:
+        raise ApiError(f"the request cannot be read: {error}", code="invalid_json") from error
 
 
 async def _next(pieces: _Pieces, response: web.StreamResponse | None = None) -> _Piece | None:

@@ -35,7 +35,14 @@ def check_messages(messages: Any) -> Messages:
     """
     if not isinstance(messages, list) or not messages:
         raise ApiError("messages is a list of at least one message", param="messages", code="invalid_type")
-    return tuple(_message(value, f"messages[{number}]") for number, value in enumerate(messages))
+    checked = tuple(_message(value, f"messages[{number}]") for number, value in enumerate(messages))
+    if checked[-1]["role"] == "assistant":
+        raise ApiError(
+            "the last message is the assistant's own, and its text is not continued: end with another's",
+            param="messages",
+            code="invalid_value",
+        )
+    return checked
 
 
 def check_tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
@@ -60,8 +67,12 @@ def check_tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
                 param=where,
                 code="invalid_type",
             )
-        if not isinstance(function.get("parameters", {}), dict):
-            raise ApiError(f"{where}.function.parameters is a JSON schema", param=where, code="invalid_type")
+        if not _is_schema(function.get("parameters")):
+            raise ApiError(
+                f"{where}.function.parameters is a JSON schema of type object",
+                param=where,
+                code="invalid_type",
+            )
         if function.get("strict"):
             raise ApiError(
                 f"{where}.function.strict is not supported: calls are not constrained; leave it out",
@@ -72,6 +83,19 @@ def check_tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
             raise ApiError(f"{where} has the name of another tool", param=where, code="invalid_value")
         names.add(function["name"])
     return tuple(tools)
+
+
+def _is_schema(schema: Any) -> bool:
+    """Whether it is one as far as it is looked at: properties by name, and names that are required."""
+    if schema is None:
+        return True
+    if not isinstance(schema, dict):
+        return False
+    properties, required = schema.get("properties") or {}, schema.get("required") or []
+    named = isinstance(properties, dict) and all(
+        isinstance(value, dict | bool) for value in properties.values()
+    )
+    return named and isinstance(required, list) and all(isinstance(name, str) for name in required)
 
 
 def identity(message: Message) -> bytes:

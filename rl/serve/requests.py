@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from rl.serve.errors import ApiError
 from rl.serve.messages import Messages, check_messages, check_tools
 
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 EFFORTS = {"low": 50, "medium": 75, "high": 75, "xhigh": 75, "max": 100}
 """OpenAI's `reasoning_effort` on our scale."""
 MOST_CHOICES, MOST_STOPS = 64, 4
@@ -69,9 +71,22 @@ def parse_body(data: bytes) -> dict[str, Any]:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ApiError(f"the body is not JSON ({error}): send a JSON object", code="invalid_json") from error
+    if _has_surrogate(data, body):
+        raise ApiError("the body holds half of a character (a lone surrogate)", code="invalid_json")
     if not isinstance(body, dict):
         raise ApiError("the body is a JSON object with model and messages", code="invalid_json")
     return {name: value for name, value in body.items() if value is not None}
+
+
+def _has_surrogate(data: bytes, body: Any) -> bool:
+    """Whether a text has a character that no encoding knows; JSON can only spell it as an escape."""
+    if not _SURROGATE.search(data):
+        return False
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def read_request(body: Mapping[str, Any]) -> ChatRequest:

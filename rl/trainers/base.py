@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from model.config import PolicyConfig
 from model.layers.indexer_loss import Variant
 from model.policy import Policy, PolicyAux
 from rl.trainers.data import Sample
@@ -16,6 +17,9 @@ from rl.trainers.draft import DraftConfig, DraftTrainer
 from rl.trainers.forward import TokenOutputs, token_outputs
 from rl.trainers.optim import Optimizer, OptimizerConfig
 from rl.trainers.packing import MicroBatch, micro_batches
+from rl.trainers.parallel_config import ParallelError
+from rl.trainers.ranks import ALONE, Ranks
+from rl.trainers.shards import finish_forward, gathered
 
 _FORMAT = 1
 
@@ -26,6 +30,34 @@ class NonFiniteLossError(ArithmeticError):
 
 class TrainerStateError(ValueError):
     """A stored trainer state that does not belong to this trainer."""
+
+
+class Loads:
+    """Tokens routed to each expert in one step, [layers, experts], of text and of images."""
+
+    def __init__(self, config: PolicyConfig) -> None:
+        self._shape = (config.num_hidden_layers, config.n_routed_experts)
+        self.clear()
+
+    def clear(self) -> None:
+        """Starts anew."""
+        self._text = torch.zeros(self._shape)
+        self._image: Tensor | None = None
+
+    def add(self, aux: PolicyAux) -> None:
+        """Adds a micro-batch."""
+        self._text = self._text + aux.expert_load.detach().cpu()
+        if aux.image_expert_load is not None:
+            self._image = (0 if self._image is None else self._image) + aux.image_expert_load.detach().cpu()
+
+    def total(self, ranks: Ranks, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """Those of all ranks; starts anew."""
+        text, image = ranks.total(self._text).to(device), None
+        if ranks.any(self._image is not None):
+            own = torch.zeros(self._shape) if self._image is None else self._image
+            image = ranks.total(own).to(device)
+        self.clear()
+        return text, image
 
 
 class Trainer:
@@ -46,8 +78,11 @@ class Trainer:
         indexer_coef: float,
         indexer_over: Variant = "sparse",
         draft: DraftConfig | None = None,
+        recompute: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.policy, self.optimizer = policy, Optimizer(policy, optimizer)
+        self.policy, self.optimizer = policy, Optimizer(policy, optimizer, ranks=ranks)
+        self.recompute, self.ranks = recompute, ranks
         self.total_steps, self.token_budget = total_steps, token_budget
         self.fake_quant, self.temperature = fake_quant, temperature
         self.balance_coef, self.indexer_coef = balance_coef, indexer_coef
@@ -55,8 +90,14 @@ class Trainer:
         self.drafting: DraftTrainer | None = None
         if draft is not None and draft.anchors:
             self.drafting = DraftTrainer(
-                policy, draft, total_steps=total_steps, token_budget=token_budget, temperature=temperature
+                policy,
+                draft,
+                total_steps=total_steps,
+                token_budget=token_budget,
+                temperature=temperature,
+                ranks=ranks,
             )
+        self.loads = Loads(policy.config)
         self.steps = 0
         self.version = 0
 
@@ -67,18 +108,44 @@ class Trainer:
         sampling mask and with its choices where it has them, and keys are rounded when the trainer rounds
         them. With `policy.exact` they equal an exact sampler's to the last bit.
         """
-        out: list[np.ndarray] = [np.zeros(0, dtype=np.float32)] * len(samples)
+
+        def logprobs(batch: MicroBatch) -> Tensor:
+            return token_outputs(self.policy, batch, temperature=self.temperature).logprobs
+
+        return self.per_token(samples, logprobs)
+
+    @torch.no_grad()
+    def per_token(
+        self, samples: Sequence[Sample], compute: Callable[[MicroBatch], Tensor]
+    ) -> list[np.ndarray]:
+        """What `compute` says of the T tokens of a micro-batch, [n] for each sample, without learning."""
+        own: dict[int, np.ndarray] = {}
+        self.prepare()
+        for batch in self.micro_batches(samples):
+            values = compute(batch).cpu().numpy()
+            if not batch.idle:
+                own |= zip(batch.indices, np.split(values, batch.cu_seqlens[1:-1].tolist()), strict=True)
+        finish_forward(self.policy)
+        every = {index: values for part in self.ranks.gather(own) for index, values in part.items()}
+        return [every[index] for index in range(len(samples))]
+
+    def prepare(self) -> None:
+        """Sets the policy up for a forward pass of this trainer."""
         self.policy.fake_quant = self.fake_quant
-        with torch.no_grad():
-            for batch in micro_batches(samples, self.token_budget, self.policy.device):
-                values = (
-                    token_outputs(self.policy, batch, temperature=self.temperature).logprobs.cpu().numpy()
-                )
-                for index, start, stop in zip(
-                    batch.indices, batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True
-                ):
-                    out[index] = values[start:stop]
-        return out
+        for block in self.policy.blocks:
+            block.recompute = self.recompute
+
+    def micro_batches(self, samples: Sequence[Sample]) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of `samples`.
+
+        Raises:
+            ParallelError: Samples hold images and several processes train: the image tower is not divided.
+        """
+        if not self.ranks.alone and any(sample.images is not None for sample in samples):
+            raise ParallelError(
+                "samples with images are trained by one process so far: set trainer.parallel.data=1"
+            )
+        return micro_batches(samples, self.token_budget, self.policy.device, self.ranks)
 
     def auxiliary_loss(self, aux: PolicyAux, documents: float, tokens: float) -> Tensor | float:
         """Balance and indexer losses of a micro-batch with these shares of all documents and tokens."""
@@ -94,33 +161,40 @@ class Trainer:
         """Adds the drafter's gradients of a micro-batch that is `share` of the step, when it is trained."""
         if self.drafting is not None:
             assert outputs.features is not None
-            self.drafting.accumulate(batch, outputs.hidden.detach(), outputs.features.detach(), share)
+            with gathered(self.policy):
+                self.drafting.accumulate(batch, outputs.hidden.detach(), outputs.features.detach(), share)
 
     def update_drafter(self) -> dict[str, float]:
         """Applies them; returns metrics by bare name, none when the drafter is not trained."""
         return {} if self.drafting is None else self.drafting.update()
 
-    def update(self, expert_load: Tensor) -> dict[str, float]:
+    def update(self, expert_load: Tensor, image_load: Tensor | None = None) -> dict[str, float]:
         """Applies the accumulated gradients; returns the gradient norm and the learning rate."""
         fraction = self.optimizer.config.fraction(self.steps, self.total_steps)
         norm = self.optimizer.clip()
         self.optimizer.step(fraction)
         if self.optimizer.learning:
-            self.policy.update_balance(expert_load)
+            self.policy.update_balance(expert_load, image_load)
         self.version += 1
         return {"grad_norm": norm, "lr": self.optimizer.config.learning_rate * fraction}
 
     def require_finite(self, values: Tensor, batch_samples: Sequence[Sample], what: str) -> None:
         """Stops before the weights are touched when a value is not finite."""
-        if not bool(values.isfinite().all()):
-            self.optimizer.zero_grad()
-            if self.drafting is not None:
-                self.drafting.discard()
-            names = ", ".join(sample.id for sample in batch_samples[:8])
+        names = "" if bool(values.isfinite().all()) else ", ".join(sample.id for sample in batch_samples[:8])
+        found = [name for name in self.ranks.gather(names) if name]
+        if found:
+            self.discard()
             raise NonFiniteLossError(
-                f"the {what} of a micro-batch of {len(batch_samples)} samples is not finite ({names}); the "
-                "weights were not touched. Look at these samples, or lower the learning rate"
+                f"the {what} of a micro-batch of {len(batch_samples)} samples is not finite ({found[0]}); "
+                "the weights were not touched. Look at these samples, or lower the learning rate"
             )
+
+    def discard(self) -> None:
+        """Forgets what was accumulated for a step."""
+        self.optimizer.zero_grad()
+        self.loads.clear()
+        if self.drafting is not None:
+            self.drafting.discard()
 
     def state_dict(self) -> dict[str, Any]:
         """All that continuing needs besides the weights: optimiser, schedule, counters, random state."""

@@ -70,7 +70,7 @@ def build_batch(
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     owners = [number for number, group in enumerate(groups) for _ in group.trajectories]
-    rewards = [None if isinstance(t.score, Missing) else t.score.value for t in trajectories]
+    rewards = [_reward(trajectory, algorithm) for trajectory in trajectories]
     result = compute(
         algorithm,
         rewards,
@@ -105,6 +105,13 @@ def build_batch(
         dropped,
         len(trajectories),
     )
+
+
+def _reward(trajectory: Trajectory, algorithm: AlgorithmConfig) -> float | None:
+    if isinstance(trajectory.score, Missing):
+        return None
+    overlong = algorithm.overlong
+    return trajectory.score.value + (overlong.value(trajectory.sampled_tokens) if overlong else 0.0)
 
 
 def _without_old(sample: Sample, min_version: int) -> Sample | None:

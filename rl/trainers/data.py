@@ -18,6 +18,9 @@ import numpy as np
 from envs.base import Environment
 from envs.types import Message, Role, Task, ToolSpec, Trajectory, Turn
 from model.choices import Choices, SamplingMask
+from model.images import PreparedImage
+from model.vision import TokenType
+from rl.rollout.recorded import unpack
 from rl.trainers.choices import ReplayChoices, branch_choices, branch_mask
 
 Columns = tuple[list[int], list[bool], list[float], list[int]]
@@ -39,6 +42,22 @@ class ChatFormat(Protocol):
     def render_assistant(self, message: Mapping[str, Any]) -> list[int]:
         """Renders an assistant's turn, end token included."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class SampleImages:
+    """The images of a sample: `types` int8 [n] says what each token stands for, `images` are in order."""
+
+    types: np.ndarray
+    images: tuple[PreparedImage, ...]
+
+    def first(self, count: int) -> SampleImages | None:
+        """Those of the first `count` tokens; None: no image is left. Raises ValueError inside an image."""
+        types = self.types[:count]
+        starts, ends = (int((types == kind).sum()) for kind in (TokenType.START, TokenType.END))
+        if starts != ends:
+            raise ValueError(f"a sample cannot be cut at token {count}, inside an image; cut it elsewhere")
+        return SampleImages(types, self.images[:starts]) if starts else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +82,8 @@ class Sample:
         sampling_mask: what each of n tokens could have been; its log-probability is renormalised over that.
         replay_starts: (encoder, decoder) positions at which the sampler started its windows anew; the
             trainer's tokens see no window keys before them.
+        images: the images among the tokens; None: text only.
+        states: int8 [n], how the sampler computed a token's context (`ContextState`); -1: it did not say.
     """
 
     token_ids: np.ndarray
@@ -79,6 +100,8 @@ class Sample:
     choices: Choices | None = None
     sampling_mask: SamplingMask | None = None
     replay_starts: tuple[tuple[int, int], ...] = ()
+    images: SampleImages | None = None
+    states: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         columns = (self.token_ids, self.loss_mask, self.logprobs, self.advantages, self.policy_version)
@@ -147,6 +170,7 @@ def trajectory_samples(
                 choices=None if choices is None else choices.first(len(keep)),
                 sampling_mask=None if kept is None else kept[: len(keep)],
                 replay_starts=tuple(start for turn in branch for start in turn.replay_starts),
+                states=_branch_states(branch)[: len(keep)],
             )
         )
     return samples
@@ -169,6 +193,16 @@ def _branch_columns(branch: Sequence[Turn], name: str) -> Columns:
         _append(columns, turn.prompt_ids, trained=False)
         _append(columns, turn.completion_ids, turn.logprobs, turn.policy_versions, trained=True)
     return columns
+
+
+def _branch_states(branch: Sequence[Turn]) -> np.ndarray:
+    parts: list[np.ndarray] = []
+    for turn in branch:
+        recorded = None if turn.replay is None else turn.replay.states
+        unknown = np.full(len(turn.completion_ids), -1, np.int8)
+        states = unknown if recorded is None else unpack(recorded).astype(np.int8)
+        parts += [np.full(len(turn.prompt_ids), -1, np.int8), states]
+    return np.concatenate(parts) if parts else np.zeros(0, np.int8)
 
 
 def _append(

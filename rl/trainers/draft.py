@@ -19,6 +19,7 @@ from model.policy import PackedTokens, Policy
 from rl.trainers.data import Sample
 from rl.trainers.optim import Optimizer, OptimizerConfig, require_at_least
 from rl.trainers.packing import MicroBatch, micro_batches
+from rl.trainers.ranks import ALONE, Ranks
 
 
 def _optimizer() -> OptimizerConfig:
@@ -52,6 +53,7 @@ class DraftTrainer:
         total_steps: which a decaying schedule spans.
         token_budget: most tokens of a micro-batch in `step`.
         temperature: of the sampler that will draft.
+        ranks: processes that train together; the drafter is whole on each.
 
     Raises:
         ValueError: The policy has no drafter, or `config` trains none.
@@ -65,6 +67,7 @@ class DraftTrainer:
         total_steps: int,
         token_budget: int = 8192,
         temperature: float = 1.0,
+        ranks: Ranks = ALONE,
     ) -> None:
         if policy.mtp is None or not config.anchors:
             raise ValueError(
@@ -73,7 +76,8 @@ class DraftTrainer:
                 "model.preset=nano_draft, and draft.anchors above 0, or set draft.anchors=0"
             )
         self.policy, self.drafter, self.config = policy, policy.mtp, config
-        self.optimizer = Optimizer(policy, config.optimizer, part="drafter")
+        self.optimizer = Optimizer(policy, config.optimizer, part="drafter", ranks=ranks)
+        self.ranks = ranks
         self.total_steps, self.token_budget, self.temperature = total_steps, token_budget, temperature
         self.steps = 0
         self._losses: list[DraftLoss] = []
@@ -114,14 +118,15 @@ class DraftTrainer:
         Raises:
             OptimizerError: A gradient is not finite; the drafter was not touched.
         """
-        if not self._losses:
+        if not self.ranks.any(bool(self._losses)):
             return {}
         fraction = self.optimizer.config.fraction(self.steps, self.total_steps)
         norm = self.optimizer.clip()
         self.optimizer.step(fraction)
         if self.optimizer.learning:
-            load = torch.stack([loss.expert_load for loss in self._losses]).sum(0)
-            for block, row in zip(self.drafter.blocks, load, strict=True):
+            load = torch.zeros(len(self.drafter.blocks), self.policy.config.dspark_n_routed_experts)
+            load = sum((loss.expert_load for loss in self._losses), load.to(self.policy.device))
+            for block, row in zip(self.drafter.blocks, self.ranks.total(load), strict=True):
                 move_bias(block.ffn.gate.bias, row, BALANCE_SPEED)
         metrics = {
             "loss": self._mean([loss.total.detach() for loss in self._losses]),
@@ -153,8 +158,8 @@ class DraftTrainer:
         return {f"draft/{name}": value for name, value in self.update().items()}
 
     def _mean(self, values: list[Tensor]) -> float:
-        shares = torch.tensor(self._shares)
-        return float((torch.stack(values).cpu() * shares).sum() / shares.sum())
+        total = sum(share * value.item() for share, value in zip(self._shares, values, strict=True))
+        return self.ranks.sum(total) / self.ranks.sum(sum(self._shares))
 
     def state_dict(self) -> dict[str, Any]:
         """What continuing needs besides the weights."""

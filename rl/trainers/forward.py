@@ -14,6 +14,7 @@ from torch import Tensor
 from model.choices import SamplingMask, entropy_of, truncated_logprobs
 from model.layers.indexer_loss import Variant
 from model.policy import PackedTokens, Policy, PolicyAux
+from model.vision import ImageTokens
 from rl.algorithms.linear import CHUNK_ELEMENTS, linear_logprobs
 from rl.trainers.packing import MicroBatch
 
@@ -50,7 +51,11 @@ def token_outputs(
 ) -> TokenOutputs:
     """Runs the policy over a micro-batch."""
     tokens = PackedTokens(
-        batch.token_ids, batch.cu_seqlens, choices=batch.choices, window_floors=batch.window_floors
+        batch.token_ids,
+        batch.cu_seqlens,
+        images=_images(policy, batch),
+        choices=batch.choices,
+        window_floors=batch.window_floors,
     )
     output = policy(tokens, indexer_loss=indexer_loss, features=features)
     positions = batch.loss_mask.nonzero()[:, 0]
@@ -60,6 +65,15 @@ def token_outputs(
     columns = head_outputs(policy, hidden, labels, temperature, logits_limit, mask)
     logprobs, entropy, correct = (_scatter(column, positions, len(batch.token_ids)) for column in columns)
     return TokenOutputs(logprobs, entropy, correct, output.aux, output.hidden, output.features)
+
+
+def _images(policy: Policy, batch: MicroBatch) -> ImageTokens | None:
+    """The images of a micro-batch through the image tower, with gradient."""
+    if batch.image_types is None:
+        return None
+    dtype, device = policy.norm.weight.dtype, policy.device
+    rows = [policy.encode_image(image.patches.to(device, dtype), image.grid) for image in batch.images]
+    return ImageTokens(batch.image_types, torch.cat(rows))
 
 
 def head_outputs(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,14 @@ from envs.types import Trajectory
 from model.checkpoint import save_policy
 from rl import build
 from rl.checkpoint import Checkpoint, CheckpointStore
-from rl.environments import demonstrations
 from rl.launch.config import RunConfig
 from rl.publish import outbox
 from rl.rollout.buffer import Batch
 from rl.trainers.base import Trainer
 from rl.trainers.data import Sample, trajectory_samples
+from rl.trainers.demonstrations import Demonstrations
 from rl.trainers.distiller import Distiller, Lesson
+from rl.trainers.ranks import ALONE, Ranks
 from rl.trainers.rl import RLTrainer
 from rl.trainers.sft import SFTTrainer
 
@@ -29,24 +29,30 @@ from rl.trainers.sft import SFTTrainer
 class Learner:
     """Owns the policy's master weights and both trainers. Its methods are not called concurrently."""
 
-    def __init__(self, config: RunConfig, checkpoints: Path) -> None:
+    def __init__(self, config: RunConfig, checkpoints: Path, ranks: Ranks = ALONE) -> None:
         build.use_threads(config.launcher.sft_threads)
-        self._config = config
+        self._config, self._ranks = config, ranks
         self._store = CheckpointStore(checkpoints, config.checkpoint.keep, config.checkpoint.keep_every)
         self._chat = build.chat_format(config)
         self.policy = build.policy(config)
-        self.sft = SFTTrainer(self.policy, config.sft)
+        if not ranks.alone:
+            from rl.trainers.parallel import spread  # torch.distributed takes half a second to import
+
+            spread(self.policy, config.trainer.parallel)
+        self.sft = SFTTrainer(self.policy, config.sft, ranks=ranks)
         self.rl: RLTrainer | None = None
         self.opd: Distiller | None = None
         self.outbox = outbox(config.launcher.weights, self.weights)
-        self._demonstrations = demonstrations(config, self._chat)
+        self._data = Demonstrations(config, self._chat, self.policy.config)
 
     def warm_start(self, steps: int) -> dict[str, float]:
-        """Takes so many steps of SFT and returns the metrics of the last one."""
+        """Takes so many steps of SFT; returns the metrics of the last one, and of a validation among them."""
         metrics: dict[str, float] = {}
         for _ in range(steps):
-            metrics = self.sft.step(list(islice(self._demonstrations, self._config.sft.batch_size)))
-        return metrics
+            metrics |= self.sft.step(self._data.take(self._config.sft.batch_size))
+            if self._data.validates_at(self.sft.steps):
+                metrics |= self.sft.evaluate(self._data.validation)
+        return metrics | self._data.metrics()
 
     def begin_learning(self) -> None:
         """Switches to RL or distillation: quantised caches are simulated from now on, by a new optimiser."""
@@ -56,7 +62,8 @@ class Learner:
         if self._config.opd.teachers:
             self.opd = Distiller(self.policy, self._config.opd, self._store.folder.parent / "hidden_states")
         else:
-            self.rl = RLTrainer(self.policy, self._config.trainer, self._config.algorithm)
+            config = self._config
+            self.rl = RLTrainer(self.policy, config.trainer, config.algorithm, ranks=self._ranks)
 
     @property
     def _learning(self) -> Trainer | None:
@@ -86,9 +93,16 @@ class Learner:
         return self.opd.step(batch.groups, lessons, batch.min_version)
 
     def weights(self) -> tuple[Mapping[str, Tensor], int]:
-        """Returns the current weights, and the version that the next samples carry."""
-        trainer = self._learning
-        return self.policy.state_dict(), 0 if trainer is None else trainer.version
+        """Returns the current weights (nothing beside rank 0), and the version of the next samples."""
+        tensors = self.policy.state_dict() if self._ranks.alone else self._whole_policy()
+        return tensors, 0 if self._learning is None else self._learning.version
+
+    def _whole_policy(self) -> dict[str, Tensor]:
+        """The weights in host memory, gathered tensor by tensor (collective); nothing beside rank 0."""
+        from rl.trainers.parallel import full_state
+
+        first = self._ranks.rank == 0
+        return {name: tensor.cpu() for name, tensor in full_state(self.policy) if first}
 
     def mismatch(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Compares the sampler's log-probabilities with the trainer's, token by token, on equal weights.
@@ -116,29 +130,68 @@ class Learner:
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         """Writes a checkpoint of policy, trainers and the controller's `state`."""
         own = {
-            "policy": dict(self.policy.state_dict()),
             "sft": self.sft.state_dict(),
             "learning": None if self._learning is None else self._learning.state_dict(),
+            "data": self._data.state_dict(),
         }
-        self._store.save(
-            step,
-            {"learner": own, "controller": dict(state)},
-            self._write_policy,
-        )
+        if self._ranks.alone:
+            own["policy"] = dict(self.policy.state_dict())
+            self._store.save(step, {"learner": own, "controller": dict(state)}, self._write_policy)
+        else:
+            self._save_together(step, own, dict(state))
+
+    def _save_together(self, step: int, own: dict[str, Any], state: dict[str, Any]) -> None:
+        """Every rank writes its part of policy and optimisers; rank 0 all else, and the published policy."""
+        from rl.trainers import sharded
+        from rl.trainers.parallel import host_policy
+
+        tree = {"policy": dict(self.policy.state_dict()), **sharded.take_optimizers(own)}
+        tensors = self._whole_policy()
+
+        def write(folder: Path) -> None:
+            place = self._ranks.from_first(folder.parent / sharded.FOLDER)
+            sharded.save(place, tree, self.policy, self._ranks)
+
+        if self._ranks.rank:
+            write(Path())
+            return
+
+        def write_all(folder: Path) -> None:
+            save_policy(host_policy(self.policy.config, tensors), folder, chat=self._chat)
+            write(folder)
+
+        self._store.save(step, {"learner": own, "controller": state}, write_all)
 
     def restore(self, checkpoint: Checkpoint) -> Any:
-        """Restores what `save` wrote and returns the controller's state."""
+        """Restores what `save` wrote, by whatever number of processes; returns the controller's state."""
         state = checkpoint.load_state()
         own = state["learner"]
-        self.policy.load_state_dict(own["policy"])
+        if self._ranks.alone and "policy" in own:
+            self.policy.load_state_dict(own["policy"])
+        else:
+            own = self._restore_parts(checkpoint, own)
         self.sft.load_state_dict(own["sft"])
-        seen = self.sft.steps * self._config.sft.batch_size
-        self._demonstrations = islice(self._demonstrations, seen, None)
+        self._data.load_state_dict(own.get("data", {}), self.sft.steps * self._config.sft.batch_size)
         if own["learning"] is not None:
             self.begin_learning()
             assert self._learning is not None
             self._learning.load_state_dict(own["learning"])
         return state["controller"]
+
+    def _restore_parts(self, checkpoint: Checkpoint, own: dict[str, Any]) -> dict[str, Any]:
+        """Loads the policy from or into several processes; returns the trainers' states laid out likewise."""
+        from rl.trainers import sharded
+        from rl.trainers.experts import split_stacks
+        from rl.trainers.parallel import load_parts
+
+        if (folder := checkpoint.path / sharded.FOLDER).exists():
+            tree = sharded.load(folder, self.policy, self._ranks)
+            own["policy"] = tree.pop("policy")
+            sharded.put_optimizers(own, tree)
+        else:
+            own = split_stacks(own, self.policy.config.n_routed_experts)
+        load_parts(self.policy, own["policy"])
+        return own
 
     def recovered(self, groups: int) -> None:
         """Notes that groups with a number below `groups` began in an earlier attempt at this run.
@@ -154,9 +207,18 @@ class Learner:
 
 
 @asynccontextmanager
-async def open_learner(config: RunConfig, checkpoints: Path) -> AsyncIterator[Learner]:
-    """Opens the trainer's process."""
-    yield Learner(config, checkpoints)
+async def open_learner(config: RunConfig, checkpoints: Path) -> AsyncIterator[Any]:
+    """Opens the trainer's process, or processes."""
+    if config.trainer.parallel.data == 1:
+        yield Learner(config, checkpoints)
+        return
+    from rl.trainers.rank_process import LearnerGroup
+
+    group = LearnerGroup(config, checkpoints)
+    try:
+        yield group
+    finally:
+        group.close()
 
 
 def _pure(sample: Sample, version: int) -> bool:

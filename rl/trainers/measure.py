@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rl.algorithms import LossInputs, Objective
+from rl.trainers.ranks import ALONE, Ranks
 
 MISMATCH_BOUND = 1e-3
 """Sampler and trainer are said to disagree on a token beyond this difference of log-probabilities."""
@@ -40,12 +41,22 @@ class Measures:
         self._tokens += int(mask.sum())
         self._mismatch.append(_difference(inputs, fresh))
 
-    def summary(self) -> dict[str, float]:
-        """Means over tokens and extremes; nothing on the mismatch when no trajectory was fresh."""
-        if not self._tokens:
+    def summary(self, ranks: Ranks = ALONE) -> dict[str, float]:
+        """Means over tokens and extremes, of all ranks; nothing on the mismatch when nothing was fresh."""
+        parts: list[Measures] = ranks.gather(self)
+        tokens = sum(part._tokens for part in parts)
+        if not tokens:
             return {"loss": 0.0}
-        means = {name: value / self._tokens for name, value in self._sums.items()}
-        return {"loss": self._loss, **means, **self._max, **mismatch_metrics(np.concatenate(self._mismatch))}
+        names = sorted({name for part in parts for name in part._sums})
+        means = {name: sum(part._sums[name] for part in parts) / tokens for name in names}
+        extremes = {name: max(part._max[name] for part in parts) for name in self._max}
+        gaps = [gap for part in parts for gap in part._mismatch]
+        return {
+            "loss": sum(part._loss for part in parts),
+            **means,
+            **extremes,
+            **mismatch_metrics(np.concatenate(gaps)),
+        }
 
 
 def mismatch_metrics(differences: np.ndarray) -> dict[str, float]:

@@ -2,78 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_FAST = (3.4445, -4.7750, 2.0315)
+_POLISH = (2.0, -1.5, 0.5)
 
 
-def newton_schulz(matrices: Tensor, steps: int = 5) -> Tensor:
-    """Brings the singular values of each matrix near 1 (Jordan et al. 2024's quintic), [n, a, b].
+def newton_schulz(matrices: Tensor, steps: int = 5, polish: int = 0) -> Tensor:
+    """Brings the singular values of each matrix near 1, [n, a, b]. A zero matrix stays zero.
 
-    A zero matrix stays zero.
+    Args:
+        matrices: the matrices.
+        steps: of the quintic that rises steeply (Jordan et al. 2024) and ends between 0.7 and 1.2.
+        polish: further steps of one that converges to 1; DeepSeek-V4 takes 8 and 2.
     """
-    a, b, c = _COEFFICIENTS
     x = matrices / (matrices.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
-    for _ in range(steps):
+    for a, b, c in [_FAST] * steps + [_POLISH] * polish:
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x.mT if tall else x
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a parameter is made of matrices: `stack` gives [n, a, b] whole ones, `unstack` this rank's part."""
+
+    stack: Callable[[Tensor], Tensor] = _same
+    unstack: Callable[[Tensor], Tensor] = _same
 
 
 class Muon:
     """Muon with Nesterov momentum, decoupled weight decay, and updates rescaled to a root mean square.
 
     Args:
-        matrices: parameters by name, seen as [n, a, b]: n matrices stacked in one parameter.
+        matrices: parameters by name: n matrices stacked, [n, a, b], or what its layout makes such a stack of.
+        layouts: by name; default: the parameter is the stack.
         momentum: decay of the momentum.
         update_rms: root mean square of an update at learning rate 1, so that rates carry over from AdamW.
         weight_decay: decoupled.
         steps: Newton-Schulz iterations.
+        polish: further ones that converge.
     """
 
     def __init__(
         self,
         matrices: Mapping[str, Tensor],
+        layouts: Mapping[str, Layout] | None = None,
         *,
         momentum: float = 0.95,
         update_rms: float = 0.18,
         weight_decay: float = 0.0,
         steps: int = 5,
+        polish: int = 0,
     ) -> None:
         self.momentum, self.update_rms = momentum, update_rms
-        self.weight_decay, self.steps = weight_decay, steps
+        self.weight_decay, self.steps, self.polish = weight_decay, steps, polish
+        self.matrices, self._layouts = dict(matrices), dict(layouts or {})
         self.momenta = {name: torch.zeros_like(matrix) for name, matrix in matrices.items()}
-        self._by_shape: dict[torch.Size, dict[str, Tensor]] = {}
-        for name, matrix in matrices.items():
-            assert matrix.ndim == 3, f"{name} has shape {tuple(matrix.shape)}"
-            self._by_shape.setdefault(matrix.shape[1:], {})[name] = matrix
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], learning_rate: float) -> None:
-        """Updates the matrices that have a gradient ([n, a, b], by name)."""
-        for shape, matrices in self._by_shape.items():
-            names = [name for name in matrices if name in gradients]
-            if names:
-                scale = self.update_rms * max(shape) ** 0.5
-                self._update([matrices[n] for n in names], names, gradients, learning_rate, scale)
+        """Updates the matrices that have a gradient (of the parameter's shape, by name)."""
+        by_shape: dict[torch.Size, dict[str, Tensor]] = {}
+        for name in self.matrices:
+            if name in gradients:
+                grad, momentum = gradients[name], self.momenta[name]
+                momentum.lerp_(grad, 1 - self.momentum)
+                mixed = self._layout(name).stack(grad.lerp(momentum, self.momentum))
+                assert mixed.ndim == 3, f"{name} has shape {tuple(mixed.shape)}"
+                by_shape.setdefault(mixed.shape[1:], {})[name] = mixed
+        for shape, mixed in by_shape.items():
+            self._update(mixed, learning_rate, self.update_rms * max(shape) ** 0.5)
 
-    def _update(
-        self,
-        matrices: list[Tensor],
-        names: list[str],
-        gradients: Mapping[str, Tensor],
-        rate: float,
-        scale: float,
-    ) -> None:
-        given, momenta = [gradients[n] for n in names], [self.momenta[n] for n in names]
-        for momentum, grad in zip(momenta, given, strict=True):
-            momentum.lerp_(grad, 1 - self.momentum)
-        mixed = torch.cat([grad.lerp(m, self.momentum) for grad, m in zip(given, momenta, strict=True)])
-        updates = newton_schulz(mixed, self.steps).split([len(m) for m in matrices])
-        for matrix, update in zip(matrices, updates, strict=True):
-            matrix.mul_(1 - rate * self.weight_decay).sub_(update, alpha=rate * scale)
+    def _update(self, mixed: Mapping[str, Tensor], rate: float, scale: float) -> None:
+        updates = newton_schulz(torch.cat(list(mixed.values())), self.steps, self.polish)
+        counts = [len(stack) for stack in mixed.values()]
+        for name, update in zip(mixed, updates.split(counts), strict=True):
+            own = self._layout(name).unstack(update)
+            self.matrices[name].mul_(1 - rate * self.weight_decay).sub_(own, alpha=rate * scale)
+
+    def _layout(self, name: str) -> Layout:
+        return self._layouts.get(name, Layout())

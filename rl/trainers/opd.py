@@ -139,9 +139,10 @@ class OPDTrainer(Trainer):
         sums: Counter[str] = Counter()
         load = torch.zeros((), device=self.policy.device)
         for name, items, micro in self._by_teacher(taught):
-            output = self.policy(
-                PackedTokens(micro.token_ids, micro.cu_seqlens), indexer_loss=self.indexer_loss
+            packed = PackedTokens(
+                micro.token_ids, micro.cu_seqlens, choices=micro.choices, window_floors=micro.window_floors
             )
+            output = self.policy(packed, indexer_loss=self.indexer_loss)
             loss, values = self._loss(name, items, micro, output)
             loss = self.weights.get(name, 1.0) * loss / trained
             self.require_finite(loss.detach(), [item.sample for item in items], "loss")

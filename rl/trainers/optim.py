@@ -2,119 +2,69 @@
 
 Embeddings, the head, the router and the stream mixers are no linear maps between hidden spaces, so they stay
 with AdamW, as do norms, sinks and scales; n-gram tables have an AdamW that touches only the rows that were
-read.
+read. Embeddings, head and tables may have a balanced momentum in its place. Parameters in bfloat16 are
+updated in a float32 copy, for a step is smaller than what bfloat16 can tell apart; parameters spread over
+processes are updated part by part.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from model.policy import Policy
-from rl.trainers.muon import Muon
+from rl.trainers import shards
+from rl.trainers.muon import Layout, Muon
+from rl.trainers.optim_config import OptimizerConfig, OptimizerError, require_at_least
+from rl.trainers.ranks import ALONE, Ranks
 from rl.trainers.row_adamw import RowAdamW
+from rl.trainers.sinkhorn import BalancedMomentum
+
+__all__ = ["Optimizer", "OptimizerConfig", "OptimizerError", "Part", "is_matrix", "require_at_least"]
 
 _TABLE = re.compile(r"engram\.embed\.weight$")
+_EMBEDDINGS = re.compile(r"^(embed|head)\.weight$|engram\.embed\.weight$")
 _ADAMW_PATTERNS = (r"^embed\.", r"^head\.", r"engram\.(embed|q_weight|k_weight)", r"ffn\.gate\.", r"hc_\w+\.")
 
 _NORM_EPSILON = 1e-6
 """Keeps the scale of a zero gradient finite, as in torch.nn.utils.clip_grad_norm_."""
 
-
-class OptimizerError(ValueError):
-    """Optimiser settings, gradients or a stored state that cannot be used: what, why, and what to do."""
-
-
-def require_at_least(settings: object, least: float, *names: str) -> None:
-    """Refuses settings that are not finite, or below `least`.
-
-    Raises:
-        OptimizerError: One is; the message names it.
-    """
-    for name in names:
-        value = getattr(settings, name)
-        if not least <= value < math.inf:
-            raise OptimizerError(f"{name}={value}: set it to {least:g} or more")
-
-
 Part = Literal["backbone", "drafter"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerConfig:
-    """Learning rates, decay and schedule.
-
-    Attributes:
-        learning_rate: of AdamW.
-        muon_learning_rate: of Muon; None gives the matrices to AdamW too.
-        betas: of AdamW.
-        epsilon: of AdamW.
-        weight_decay: decoupled, for both; not for vectors and scalars.
-        warmup_steps: steps over which the rates rise linearly.
-        decay: `constant`, or `cosine` down to `final_fraction` at the last step.
-        final_fraction: what is left of the rates at the end of the cosine.
-        max_grad_norm: gradients are scaled down to this global norm.
-        head_wise: Muon orthogonalises query weights head by head.
-        frozen: patterns (searched in parameter names) of what is not trained.
-    """
-
-    learning_rate: float
-    muon_learning_rate: float | None = None
-    betas: tuple[float, float] = (0.9, 0.98)
-    epsilon: float = 1e-8
-    weight_decay: float = 0.0
-    warmup_steps: int = 10
-    decay: str = "constant"
-    final_fraction: float = 0.1
-    max_grad_norm: float = 1.0
-    head_wise: bool = False
-    frozen: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.decay not in ("constant", "cosine"):
-            raise OptimizerError(f"decay is {self.decay!r}; it is 'constant' or 'cosine'")
-        rates = (self.learning_rate, self.muon_learning_rate or 0.0, self.weight_decay, self.max_grad_norm)
-        if any(math.isnan(rate) for rate in rates) or math.inf in rates[:3]:
-            raise OptimizerError("learning rates, weight_decay and max_grad_norm must be finite numbers")
-        if min(self.learning_rate, self.muon_learning_rate or 0.0, self.weight_decay, self.warmup_steps) < 0:
-            raise OptimizerError("learning rates, weight_decay and warmup_steps must not be negative")
-        if self.max_grad_norm <= 0:
-            raise OptimizerError(f"max_grad_norm is {self.max_grad_norm}; it must be positive")
-
-    def fraction(self, step: int, total_steps: int) -> float:
-        """The part of the learning rates in force at `step` (from 0)."""
-        warm = min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
-        if self.decay == "constant":
-            return warm
-        progress = min(1.0, step / max(total_steps, 1))
-        cosine = 0.5 * (1 + math.cos(math.pi * progress))
-        return warm * (self.final_fraction + (1 - self.final_fraction) * cosine)
-
-
 class Optimizer:
-    """Muon and AdamW over the trainable parameters of a policy: those of its drafter, or all others."""
+    """The optimisers of the trainable parameters of a policy: those of its drafter, or all others."""
 
-    def __init__(self, policy: Policy, config: OptimizerConfig, part: Part = "backbone") -> None:
-        self.config = config
+    def __init__(
+        self, policy: Policy, config: OptimizerConfig, part: Part = "backbone", ranks: Ranks = ALONE
+    ) -> None:
+        self.config, self.ranks = config, ranks
         self.parameters = _trainable(policy, config.frozen, part)
-        by_muon = config.muon_learning_rate is not None
-        matrices = {n: p for n, p in self.parameters.items() if by_muon and is_matrix(n, p)}
-        self._views = {name: _stacked(name, p, policy, config.head_wise) for name, p in matrices.items()}
+        self._values = {name: _master(shards.part(p)) for name, p in self.parameters.items()}
+        kinds = {name: self._kind(name, p) for name, p in self.parameters.items()}
+
+        def named(kind: str) -> dict[str, Tensor]:
+            return {name: value for name, value in self._values.items() if kinds[name] == kind}
+
+        layouts = {name: _layout(name, p, policy, config.head_wise) for name, p in self.parameters.items()}
         self._muon = Muon(
-            {name: p.detach().view(self._views[name]) for name, p in matrices.items()},
+            named("muon"),
+            layouts,
             weight_decay=config.weight_decay,
+            steps=config.muon_steps,
+            polish=config.muon_polish,
         )
-        tables = {name: p for name, p in self.parameters.items() if _TABLE.search(name)}
+        factors = {name: config.table_factor for name in self.parameters if _TABLE.search(name)}
+        self._balanced = BalancedMomentum(named("balanced"), layouts, factors)
         self._tables = RowAdamW(
-            tables, betas=config.betas, epsilon=config.epsilon, weight_decay=config.weight_decay
+            named("table"), betas=config.betas, epsilon=config.epsilon, weight_decay=config.weight_decay
         )
-        self._adamw_names = [name for name in self.parameters if name not in matrices and name not in tables]
+        self._adamw_values = {name: value for name, value in named("adamw").items() if value.numel()}
         self._adamw = torch.optim.AdamW(
             self._adamw_groups(config.weight_decay),
             lr=config.learning_rate,
@@ -123,18 +73,27 @@ class Optimizer:
             fused=True,
         )
 
+    def _kind(self, name: str, parameter: Tensor) -> str:
+        if self.config.balanced_learning_rate is not None and _EMBEDDINGS.search(name):
+            return "balanced"
+        if _TABLE.search(name):
+            return "table"
+        by_muon = self.config.muon_learning_rate is not None and is_matrix(name, parameter)
+        return "muon" if by_muon else "adamw"
+
     def _adamw_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        parameters = [self.parameters[name] for name in self._adamw_names]
-        groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        return [group for group in groups if group["params"]]
+        groups: dict[bool, list[Tensor]] = {True: [], False: []}
+        for name, value in self._adamw_values.items():
+            groups[self.parameters[name].ndim >= 2].append(value)
+        decays = {True: weight_decay, False: 0.0}
+        made = [{"params": values, "weight_decay": decays[kind]} for kind, values in groups.items() if values]
+        return made or [{"params": [torch.zeros(())]}]  # AdamW wants something
 
     @property
     def learning(self) -> bool:
         """False when all learning rates are 0, so that a step changes nothing."""
-        return bool(self.config.learning_rate or self.config.muon_learning_rate)
+        config = self.config
+        return bool(config.learning_rate or config.muon_learning_rate or config.balanced_learning_rate)
 
     def clip(self) -> float:
         """Scales the gradients to `max_grad_norm` and returns their global norm before.
@@ -142,8 +101,9 @@ class Optimizer:
         Raises:
             OptimizerError: A gradient is not finite; names the parameters.
         """
-        values = {name: _values(p) for name, p in self.parameters.items() if p.grad is not None}
-        norm = nn.utils.get_total_norm(values.values()).item()
+        self._add_up_replicated()
+        values = {name: _gradient_values(p) for name, p in self.parameters.items() if p.grad is not None}
+        norm = self._norm(values)
         if not math.isfinite(norm):
             bad = [name for name, grad in values.items() if not grad.isfinite().all()]
             raise OptimizerError(
@@ -157,61 +117,119 @@ class Optimizer:
                 grad.mul_(factor)
         return norm
 
+    def _add_up_replicated(self) -> None:
+        """Sums gradients of parameters that every rank holds whole; those of spread ones are summed."""
+        if self.ranks.alone:
+            return
+        for name, parameter in self.parameters.items():
+            if shards.is_spread(parameter) or not self.ranks.any(parameter.grad is not None):
+                continue
+            if _TABLE.search(name):
+                parameter.grad = self.ranks.sum_rows(_rows(parameter))
+            else:
+                own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = self.ranks.total(own)
+
+    def _norm(self, values: Mapping[str, Tensor]) -> float:
+        if self.ranks.alone:
+            return nn.utils.get_total_norm(values.values()).item()
+        spread = [value for name, value in values.items() if shards.is_spread(self.parameters[name])]
+        rest = [value for name, value in values.items() if not shards.is_spread(self.parameters[name])]
+        return math.sqrt(self.ranks.sum(_squared(spread)) + _squared(rest))
+
     def step(self, fraction: float) -> None:
         """Applies the gradients at `fraction` of the learning rates, and clears them."""
+        config = self.config
         for group in self._adamw.param_groups:
-            group["lr"] = self.config.learning_rate * fraction
-        self._adamw.step()
-        self._tables.step(self.config.learning_rate * fraction)
+            group["lr"] = config.learning_rate * fraction
         gradients = {
-            name: grad.view(shape)
-            for name, shape in self._views.items()
-            if (grad := self.parameters[name].grad) is not None
+            name: _like_value(p.grad, self._values[name])
+            for name, p in self.parameters.items()
+            if p.grad is not None
         }
-        self._muon.step(gradients, (self.config.muon_learning_rate or 0.0) * fraction)
+        for name, value in (*self._adamw_values.items(), *self._tables.tables.items()):
+            value.grad = gradients.get(name)
+        self._adamw.step()
+        self._tables.step(config.learning_rate * fraction)
+        self._muon.step(gradients, (config.muon_learning_rate or 0.0) * fraction)
+        self._balanced.step(gradients, (config.balanced_learning_rate or 0.0) * fraction)
         self.zero_grad()
+        self._round()
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        """Gives the parameters the values of their float32 copies, rounded."""
+        for name, value in self._masters():
+            shards.part(self.parameters[name]).copy_(value)
+
+    def _masters(self) -> Iterable[tuple[str, Tensor]]:
+        for name, value in self._values.items():
+            if value.dtype is not self.parameters[name].dtype:
+                yield name, value
 
     def zero_grad(self) -> None:
         """Clears the gradients."""
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        for tensor in (*self.parameters.values(), *self._values.values()):
+            tensor.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Momenta by parameter name, as tensors."""
+        """Momenta by parameter name, and float32 copies where there are any, laid out as the policy."""
+
+        def of(name: str, tensor: Tensor) -> Tensor:
+            spread = tensor.ndim > 0 and shards.is_spread(self.parameters[name])
+            return shards.laid_out_as(self.parameters[name], tensor.clone()) if spread else tensor.clone()
+
         adamw = {}
-        for name in self._adamw_names:
-            if state := self._adamw.state.get(self.parameters[name]):
-                adamw[name] = {key: value.clone() for key, value in state.items()}
+        for name, value in self._adamw_values.items():
+            if state := self._adamw.state.get(value):
+                adamw[name] = {key: of(name, tensor) for key, tensor in state.items()}
         return {
             "adamw": adamw,
-            "muon": {name: m.clone() for name, m in self._muon.momenta.items()},
+            "muon": {name: of(name, m) for name, m in self._muon.momenta.items()},
+            "balanced": {name: of(name, m) for name, m in self._balanced.momenta.items()},
             "tables": {name: rows.to_dict() for name, rows in self._tables.states.items()},
+            "masters": {name: of(name, value) for name, value in self._masters()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over momenta.
+        """Takes over momenta and float32 copies.
 
         Raises:
-            OptimizerError: They belong to other parameters or to another division between Muon and AdamW.
+            OptimizerError: They belong to other parameters or to another division among optimisers.
         """
-        shapes = {name: m.shape for name, m in self._muon.momenta.items()}
-        _require_same("muon", {n: m.shape for n, m in state["muon"].items()}, shapes)
-        stored = {name: values["exp_avg"].shape for name, values in state["adamw"].items()}
-        _require_same(
-            "adamw", stored, {n: self.parameters[n].shape for n in self._adamw_names if n in stored}
-        )
+        self._check(state)
+        for name, rows in self._tables.states.items():
+            rows.copy_(state["tables"][name])
+        targets = {"muon": self._muon.momenta, "balanced": self._balanced.momenta}
+        for kind, momenta in (*targets.items(), ("masters", dict(self._masters()))):
+            for name, stored in state.get(kind, {}).items():
+                momenta[name].copy_(self._part(name, stored))
+        for name, value in self._adamw_values.items():
+            self._adamw.state.pop(value, None)
+            if name in state["adamw"]:
+                self._adamw.state[value] = {
+                    k: self._part(name, v).clone() for k, v in state["adamw"][name].items()
+                }
+
+    def _part(self, name: str, stored: Tensor) -> Tensor:
+        return shards.part_of_stored(self.parameters[name], stored) if stored.ndim else stored
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        own = {
+            "muon": self._muon.momenta,
+            "balanced": self._balanced.momenta,
+            "masters": dict(self._masters()),
+        }
+        for what, tensors in own.items():
+            stored = {n: m.shape for n, m in state.get(what, {}).items()}
+            _require_same(what, stored, {n: self.parameters[n].shape for n in tensors})
+        adamw = {name: values["exp_avg"].shape for name, values in state["adamw"].items()}
+        known = {n: self.parameters[n].shape for n in self._adamw_values if n in adamw}
+        empty = {n for n, v in self._values.items() if not v.numel()}
+        _require_same("adamw", {n: s for n, s in adamw.items() if n not in empty}, known)
         tables = {name: rows["exp_avg"].shape for name, rows in state.get("tables", {}).items()}
         own_tables = {name: rows.exp_avg.shape for name, rows in self._tables.states.items()}
         _require_same("n-gram table", tables, own_tables)
-        for name, rows in self._tables.states.items():
-            rows.copy_(state["tables"][name])
-        for name, momentum in state["muon"].items():
-            self._muon.momenta[name].copy_(momentum)
-        for name in self._adamw_names:
-            parameter = self.parameters[name]
-            self._adamw.state.pop(parameter, None)
-            if name in state["adamw"]:
-                self._adamw.state[parameter] = {k: v.clone() for k, v in state["adamw"][name].items()}
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
@@ -235,27 +253,63 @@ def _trainable(policy: Policy, frozen: tuple[str, ...], part: Part) -> dict[str,
     return trained
 
 
-def _values(parameter: nn.Parameter) -> Tensor:
-    """The gradient of a parameter, or the values of a sparse one (made coalesced), to be changed in place."""
+def _master(own: Tensor) -> Tensor:
+    """The values to update: a float32 copy of a narrower part, or the part itself."""
+    return own.float() if own.dtype in (torch.bfloat16, torch.float16) else own
+
+
+def _rows(table: nn.Parameter) -> Tensor:
+    """The sparse gradient of a table, empty where this rank read no row."""
+    if table.grad is not None:
+        return table.grad
+    index = torch.zeros(1, 0, dtype=torch.int64, device=table.device)
+    values = table.new_zeros(0, *table.shape[1:])
+    return torch.sparse_coo_tensor(index, values, table.shape, check_invariants=False)
+
+
+def _gradient_values(parameter: nn.Parameter) -> Tensor:
+    """This rank's part of a gradient, or the values of a sparse one (made coalesced), to change in place."""
     grad = parameter.grad
     assert grad is not None
     if not grad.is_sparse:
-        return grad
+        return shards.part(grad)
     parameter.grad = grad.coalesce()
     return parameter.grad.values()
 
 
-def _stacked(name: str, parameter: Tensor, policy: Policy, head_wise: bool) -> tuple[int, int, int]:
-    """The shape [n, a, b] in which a parameter is n maps of their own: experts, output groups, heads."""
-    config, (rows, columns) = policy.config, parameter.shape[-2:]
-    count = parameter.numel() // (rows * columns)
+def _like_value(grad: Tensor | None, value: Tensor) -> Tensor:
+    assert grad is not None
+    return grad.to(value.dtype) if grad.is_sparse else shards.part(grad).to(value.dtype)
+
+
+def _squared(values: list[Tensor]) -> float:
+    return sum(value.double().square().sum().item() for value in values)
+
+
+def _layout(name: str, parameter: nn.Parameter, policy: Policy, head_wise: bool) -> Layout:
+    """How a parameter is n matrices of their own: experts, output groups, heads."""
+    rows, columns = _matrix(name, parameter, policy, head_wise)
+
+    def stack(own: Tensor) -> Tensor:
+        return shards.with_whole_matrices(parameter, own).view(-1, rows, columns)
+
+    def unstack(matrices: Tensor) -> Tensor:
+        whole = matrices.view(-1, *parameter.shape[1:])
+        return shards.own_part(parameter, whole)
+
+    return Layout(stack, unstack)
+
+
+def _matrix(name: str, parameter: Tensor, policy: Policy, head_wise: bool) -> tuple[int, int]:
+    config, columns = policy.config, parameter.shape[-1] if parameter.ndim else 1
+    rows = parameter.shape[-2] if parameter.ndim >= 2 else 1
     if name.endswith("attn.wo_a.weight"):
-        count = config.o_groups
-    elif head_wise and name.endswith("indexer.wq_b.weight"):
-        count = config.index_n_heads
-    elif head_wise and name.endswith("attn.wq_b.weight"):
-        count = config.num_attention_heads
-    return count, parameter.numel() // (count * columns), columns
+        return rows // config.o_groups, columns
+    if head_wise and name.endswith("indexer.wq_b.weight"):
+        return rows // config.index_n_heads, columns
+    if head_wise and name.endswith("attn.wq_b.weight"):
+        return rows // config.num_attention_heads, columns
+    return rows, columns
 
 
 def _require_same(what: str, stored: Mapping[str, torch.Size], own: Mapping[str, torch.Size]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,10 @@ from torch import Tensor
 
 from model.batch import floors_from_starts
 from model.choices import Choices, SamplingMask
+from model.images import PreparedImage
+from model.vision import TokenType
 from rl.trainers.data import Sample
+from rl.trainers.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +34,9 @@ class MicroBatch:
         indices: which samples of the batch these are, [N].
         choices: what to choose for the T tokens; None: all is free.
         sampling_mask: what the T tokens could have been; None: anything.
+        image_types: int64 [T], `TokenType`s; None: text only.
+        images: those among the tokens, in their order.
+        idle: it only keeps this rank in step with others that have one more: nothing of it counts.
         window_floors: int64 [T, 2], positions of its sample before which a token sees no window keys, in the
             encoder and the decoder; None: no sampler lost a window.
     """
@@ -45,6 +52,9 @@ class MicroBatch:
     choices: Choices | None = None
     sampling_mask: SamplingMask | None = None
     window_floors: Tensor | None = None
+    image_types: Tensor | None = None
+    images: tuple[PreparedImage, ...] = ()
+    idle: bool = False
 
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -92,10 +102,37 @@ def _even(order: Sequence[int], lengths: Sequence[int], count: int) -> list[list
     return bins
 
 
-def micro_batches(samples: Sequence[Sample], budget: int, device: torch.device) -> Iterator[MicroBatch]:
-    """Yields the micro-batches of a batch; every sample is in exactly one."""
-    for group in pack([len(sample) for sample in samples], budget):
-        yield _collate([samples[i] for i in group], tuple(group), device)
+def deal(lengths: Sequence[int], budget: int, ranks: int) -> list[list[list[int]]]:
+    """Bins of `pack` for each of several ranks: equally many, and of like size at each turn.
+
+    Ranks wait for each other in every micro-batch, so those they run at the same time should be equally long.
+    Where there are fewer samples than bins, the last ones are empty.
+    """
+    bins = pack(lengths, budget)
+    count = -(-len(bins) // ranks) * ranks
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    even = _even(order, lengths, count)
+    if any(sum(lengths[i] for i in group) > budget for group in even):
+        even = bins + [[] for _ in range(count - len(bins))]
+    even.sort(key=lambda group: -sum(lengths[i] for i in group))
+    return [[sorted(group) for group in even[rank::ranks]] for rank in range(ranks)]
+
+
+def micro_batches(
+    samples: Sequence[Sample], budget: int, device: torch.device, ranks: Ranks = ALONE
+) -> Iterator[MicroBatch]:
+    """Yields this rank's micro-batches of a batch; every sample is in exactly one of one rank.
+
+    All ranks get equally many; what one lacks is an idle one.
+    """
+    lengths = [len(sample) for sample in samples]
+    for group in pack(lengths, budget) if ranks.alone else deal(lengths, budget, ranks.size)[ranks.rank]:
+        if group:
+            yield _collate([samples[i] for i in group], tuple(group), device)
+        else:
+            shortest = lengths.index(min(lengths))
+            silent = replace(samples[shortest], loss_mask=np.zeros(lengths[shortest], dtype=bool))
+            yield replace(_collate([silent], (shortest,), device), idle=True)
 
 
 def _collate(samples: Sequence[Sample], indices: tuple[int, ...], device: torch.device) -> MicroBatch:
@@ -119,7 +156,21 @@ def _collate(samples: Sequence[Sample], indices: tuple[int, ...], device: torch.
         choices=None if choices is None else choices.to(device),
         sampling_mask=None if mask is None else mask.to(device),
         window_floors=None if floors is None else floors.to(device),
+        **_images(samples, device),
     )
+
+
+def _images(samples: Sequence[Sample], device: torch.device) -> dict[str, Any]:
+    if all(sample.images is None for sample in samples):
+        return {}
+    types = [
+        np.full(len(sample), TokenType.TEXT, np.int64) if sample.images is None else sample.images.types
+        for sample in samples
+    ]
+    return {
+        "image_types": torch.from_numpy(np.concatenate(types)).to(device=device, dtype=torch.int64),
+        "images": tuple(image for s in samples if s.images is not None for image in s.images.images),
+    }
 
 
 def _sampling_mask(samples: Sequence[Sample]) -> SamplingMask | None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,14 +14,20 @@ from envs.types import Group
 from model.diagnostics.scales import ScaleMonitor
 from model.policy import Policy
 from rl.algorithms import AlgorithmConfig, LossInputs, objective
-from rl.trainers.base import Trainer
+from rl.algorithms.advantages.registry import ADVANTAGES
+from rl.algorithms.registry import settings_of
+from rl.trainers.base import Trainer, TrainerStateError
 from rl.trainers.batch import Batch, build_batch
 from rl.trainers.choices import ReplayChoices
+from rl.trainers.classes import ClassGaps
+from rl.trainers.critic import Critic, CriticConfig, Estimates, estimate
 from rl.trainers.draft import DraftConfig
 from rl.trainers.forward import TokenOutputs, token_outputs
 from rl.trainers.measure import Measures
 from rl.trainers.optim import OptimizerConfig, require_at_least
-from rl.trainers.packing import MicroBatch, micro_batches
+from rl.trainers.packing import MicroBatch
+from rl.trainers.parallel_config import ParallelConfig
+from rl.trainers.ranks import ALONE, Ranks
 
 
 def _optimizer() -> OptimizerConfig:
@@ -43,6 +49,10 @@ class RLConfig:
         indexer_coef: weight of the indexers' KL loss; 0 leaves the indexers untrained.
         draft: training of the drafter beside it.
         scales_every: steps between counts of block scales at their limits (`quant/train/...`); 0: never.
+        recompute: activations of a layer are computed again in the backward pass and not kept (less memory,
+            about a third more time).
+        parallel: how many processes train the policy together, in SFT too.
+        critic: the value model, with advantage=gae.
         replay_choices: which of the sampler's choices the engine records and the forward pass repeats: none
             (off), expert ids (experts), or also the keys that attention selected (selections, which takes
             some hundred numbers a token and layer).
@@ -58,6 +68,9 @@ class RLConfig:
     indexer_coef: float = 0.0
     draft: DraftConfig = field(default_factory=DraftConfig)
     scales_every: int = 10
+    recompute: bool = False
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     replay_choices: ReplayChoices = "experts"
 
     def __post_init__(self) -> None:
@@ -82,7 +95,13 @@ class RLTrainer(Trainer):
     kind: ClassVar[str] = "rl"
 
     def __init__(
-        self, policy: Policy, config: RLConfig, algorithm: AlgorithmConfig, *, reference: Policy | None = None
+        self,
+        policy: Policy,
+        config: RLConfig,
+        algorithm: AlgorithmConfig,
+        *,
+        reference: Policy | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         super().__init__(
             policy,
@@ -94,6 +113,8 @@ class RLTrainer(Trainer):
             balance_coef=config.balance_coef,
             indexer_coef=config.indexer_coef,
             draft=config.draft,
+            recompute=config.recompute,
+            ranks=ranks,
         )
         if algorithm.needs_reference != (reference is not None):
             raise ValueError(
@@ -101,6 +122,15 @@ class RLTrainer(Trainer):
                 f"kl_coef is {algorithm.kl_coef}, the reference is {'given' if reference else 'missing'}"
             )
         self.config, self.algorithm, self.reference = config, algorithm, reference
+        self.critic: Critic | None = None
+        if algorithm.needs_critic:
+            self.critic = Critic(policy.config.hidden_size, config.critic, ranks=ranks).to(policy.device)
+        elif config.critic != CriticConfig():
+            raise ValueError(
+                f"trainer.critic has no effect with advantage {algorithm.advantage!r}; set algorithm=ppo, or "
+                "leave it out"
+            )
+        self._estimates: list[Estimates] = []
         self.recovered_groups = 0
         """Groups numbered below began in an earlier attempt at the run, partly under weights now lost."""
 
@@ -126,34 +156,66 @@ class RLTrainer(Trainer):
             recovered_groups=self.recovered_groups,
             replay=self.config.replay_choices,
         )
-        measures = Measures()
+        measures, classes = Measures(), ClassGaps(self.recovered_groups)
         updated: dict[str, float] = {}
         scales: dict[str, float] = {}
         if batch.samples:
-            self.policy.fake_quant = self.fake_quant
-            load, scales = self._accumulate_and_count(batch, measures)
-            updated = self.update(load)
+            self.prepare()
+            if self.critic is not None:
+                batch = self._valued(batch)
+            scales = self._accumulate_and_count(batch, measures, classes)
+            updated = self.update(*self.loads.total(self.ranks, self.policy.device))
+            if self.critic is not None:
+                critic = self.critic.update(sum(sample.trained_tokens for sample in batch.samples))
+                updated |= {f"value.{name}": value for name, value in critic.items()}
         self.steps += 1
         self.version = self.steps
-        metrics = {**_dropped(batch.dropped), **measures.summary(), **updated, **batch.statistics()}
+        metrics = {
+            **_dropped(batch.dropped),
+            **measures.summary(self.ranks),
+            **classes.summary(self.ranks),
+            **updated,
+            **batch.statistics(),
+        }
         metrics["updates"] = float(bool(batch.samples))
         drafted = {f"draft/{name}": value for name, value in self.update_drafter().items()}
         return {f"train/{name}": value for name, value in metrics.items()} | scales | drafted
 
-    def _accumulate_and_count(self, batch: Batch, measures: Measures) -> tuple[Tensor, dict[str, float]]:
+    def _valued(self, batch: Batch) -> Batch:
+        """The batch with an advantage for each token, and what the critic is to learn from it."""
+        assert self.critic is not None
+        estimator = ADVANTAGES.load(self.algorithm.advantage)
+        chosen = settings_of(estimator) | self.algorithm.settings_for(estimator)
+        values = self.per_token(batch.samples, self._values)
+        samples, self._estimates = estimate(
+            batch.samples,
+            values,
+            gamma=chosen["gae_gamma"],
+            lam=chosen["gae_lambda"],
+            whiten=chosen["gae_whiten"],
+        )
+        return replace(batch, samples=samples)
+
+    def _values(self, micro: MicroBatch) -> Tensor:
+        assert self.critic is not None
+        outputs = token_outputs(self.policy, micro, temperature=self.temperature)
+        return self.critic.values(outputs.hidden, micro.loss_mask)
+
+    def _accumulate_and_count(self, batch: Batch, measures: Measures, classes: ClassGaps) -> dict[str, float]:
         """`_accumulate`, and in every `scales_every`-th step what the forward passes rounded."""
         if not self.config.scales_every or self.steps % self.config.scales_every:
-            return self._accumulate(batch, measures), {}
+            self._accumulate(batch, measures, classes)
+            return {}
         with ScaleMonitor(self.policy) as monitor:
-            return self._accumulate(batch, measures), monitor.metrics("train")
+            self._accumulate(batch, measures, classes)
+            return monitor.metrics("train")
 
-    def _accumulate(self, batch: Batch, measures: Measures) -> Tensor:
-        """Adds up the gradients over the micro-batches; returns the expert load."""
+    def _accumulate(self, batch: Batch, measures: Measures, classes: ClassGaps) -> None:
+        """Adds up the gradients over the micro-batches."""
         device, samples = self.policy.device, batch.samples
         weights = torch.from_numpy(batch.weights).to(device=device, dtype=torch.float32)
         tokens = sum(len(sample) for sample in samples)
-        load = torch.zeros((), device=device)
-        for micro in micro_batches(samples, self.token_budget, device):
+        for micro in self.micro_batches(samples):
             members = [samples[i] for i in micro.indices]
             outputs = token_outputs(
                 self.policy,
@@ -166,13 +228,45 @@ class RLTrainer(Trainer):
             self.require_finite(inputs.masked(inputs.sampler_logprobs), members, "sampler's log-probability")
             part = objective(self.algorithm, inputs, weights[list(micro.indices)])
             self.require_finite(part.loss.detach(), members, "loss")
-            share = len(micro.token_ids) / tokens
-            extra = self.auxiliary_loss(outputs.aux, len(members) / len(samples), share)
-            (part.loss + extra).backward()
+            share = 0.0 if micro.idle else len(micro.token_ids) / tokens
+            documents = 0.0 if micro.idle else len(members) / len(samples)
+            (part.loss + self.auxiliary_loss(outputs.aux, documents, share)).backward()
             self.teach_drafter(micro, outputs, share)
+            if self.critic is not None and not micro.idle:
+                estimates = [self._estimates[i] for i in micro.indices]
+                trained = sum(sample.trained_tokens for sample in samples)
+                self.critic.accumulate(outputs.hidden, micro, estimates, trained)
             measures.add(inputs, part, batch.fresh[list(micro.indices)])
-            load = load + outputs.aux.expert_load.detach()
-        return load
+            if not micro.idle:
+                classes.add(inputs, members)
+                self.loads.add(outputs.aux)
+
+    def discard(self) -> None:
+        """Forgets the accumulated gradients, the critic's too."""
+        super().discard()
+        if self.critic is not None:
+            self.critic.discard()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As every trainer's, and the critic."""
+        return super().state_dict() | {"critic": None if self.critic is None else self.critic.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from `state_dict`.
+
+        Raises:
+            TrainerStateError: The state has a critic and this trainer none, or the other way round.
+        """
+        stored = state.get("critic")
+        if (stored is None) != (self.critic is None):
+            raise TrainerStateError(
+                f"the stored trainer has {'no' if stored is None else 'a'} critic, this one "
+                f"{'none' if self.critic is None else 'needs one'}: resume with the algorithm.advantage the "
+                "checkpoint was written under"
+            )
+        super().load_state_dict(state)
+        if self.critic is not None:
+            self.critic.load_state_dict(stored)  # pyright: ignore[reportArgumentType]
 
     def _inputs(self, micro: MicroBatch, outputs: TokenOutputs) -> LossInputs:
         old = outputs.logprobs.detach() if self.algorithm.anchored_at_trainer else micro.logprobs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -15,7 +16,8 @@ from rl.trainers.data import Sample
 from rl.trainers.draft import DraftConfig
 from rl.trainers.forward import token_outputs
 from rl.trainers.optim import OptimizerConfig, require_at_least
-from rl.trainers.packing import micro_batches
+from rl.trainers.ranks import ALONE, Ranks
+from rl.trainers.shards import finish_forward
 
 
 def _optimizer() -> OptimizerConfig:
@@ -31,6 +33,15 @@ class SFTConfig:
     Attributes:
         steps: optimiser steps, which the schedule spans.
         batch_size: demonstrations per step.
+        data: files of conversations or trajectories (.jsonl, .parquet, or a folder of `datasets`); none: the
+            environment's own demonstrations.
+        validation: such files, held out.
+        validate_every: steps between validations; there is one after the last step, too.
+        validation_samples: the first so many samples of them are used.
+        effort: of conversations that name none; null renders none.
+        max_tokens: longer samples of files are refused.
+        cut: keep the beginning of samples that are too long, instead.
+        min_score: trajectories in files with a lower score, or none, are passed over; null takes all.
         token_budget: most tokens of a micro-batch.
         optimizer: rates and schedule.
         fake_quant: whether keys are rounded as the caches will store them.
@@ -39,10 +50,20 @@ class SFTConfig:
         indexer_over: what that loss ranks: each token's own selection (`sparse`), or all it could select
             (`dense`), from which an untrained indexer learns what it misses.
         draft: training of the drafter beside it.
+        recompute: activations of a layer are computed again in the backward pass and not kept (less memory,
+            about a third more time).
     """
 
     steps: int = 250
     batch_size: int = 64
+    data: tuple[str, ...] = ()
+    validation: tuple[str, ...] = ()
+    validate_every: int = 50
+    validation_samples: int = 256
+    effort: int | None = None
+    max_tokens: int | None = None
+    cut: bool = False
+    min_score: float | None = None
     token_budget: int = 8192
     optimizer: OptimizerConfig = field(default_factory=_optimizer)
     fake_quant: bool = False
@@ -50,10 +71,23 @@ class SFTConfig:
     indexer_coef: float = 0.0
     draft: DraftConfig = field(default_factory=DraftConfig)
     indexer_over: Variant = "sparse"
+    recompute: bool = False
 
     def __post_init__(self) -> None:
         require_at_least(self, 0, "steps", "balance_coef", "indexer_coef")
-        require_at_least(self, 1, "batch_size", "token_budget")
+        require_at_least(self, 1, "batch_size", "token_budget", "validate_every", "validation_samples")
+        self._check_files()
+
+    def _check_files(self) -> None:
+        if self.max_tokens is not None:
+            require_at_least(self, 2, "max_tokens")
+        if self.effort is not None and not 1 <= self.effort <= 100:
+            raise ValueError(f"effort={self.effort}: an effort is from 1 to 100")
+        if self.cut and self.max_tokens is None:
+            raise ValueError("cut=true has no effect without max_tokens; set both, or neither")
+        for name in ("effort", "max_tokens", "min_score"):
+            if getattr(self, name) is not None and not (self.data or self.validation):
+                raise ValueError(f"{name} is of samples from files and has no effect without sft.data")
 
 
 class SFTTrainer(Trainer):
@@ -61,7 +95,7 @@ class SFTTrainer(Trainer):
 
     kind: ClassVar[str] = "sft"
 
-    def __init__(self, policy: Policy, config: SFTConfig) -> None:
+    def __init__(self, policy: Policy, config: SFTConfig, *, ranks: Ranks = ALONE) -> None:
         super().__init__(
             policy,
             config.optimizer,
@@ -72,6 +106,8 @@ class SFTTrainer(Trainer):
             indexer_coef=config.indexer_coef,
             draft=config.draft,
             indexer_over=config.indexer_over,
+            recompute=config.recompute,
+            ranks=ranks,
         )
         self.config = config
 
@@ -85,11 +121,9 @@ class SFTTrainer(Trainer):
         trained, total = sum(s.trained_tokens for s in samples), sum(len(s) for s in samples)
         if not trained:
             raise ValueError("no sample of this step has a token to learn from; give it demonstrations")
-        self.policy.fake_quant = self.fake_quant
-        device = self.policy.device
-        loss_sum, correct = torch.zeros((), device=device), torch.zeros((), device=device)
-        load, indexer = torch.zeros((), device=device), torch.zeros((), device=device)
-        for batch in micro_batches(samples, self.token_budget, device):
+        self.prepare()
+        sums = Counter[str]()
+        for batch in self.micro_batches(samples):
             outputs = token_outputs(
                 self.policy,
                 batch,
@@ -98,30 +132,36 @@ class SFTTrainer(Trainer):
             )
             loss = -outputs.logprobs.sum() / trained
             self.require_finite(loss.detach(), [samples[i] for i in batch.indices], "loss")
-            share = len(batch.token_ids) / total
-            extra = self.auxiliary_loss(outputs.aux, len(batch.indices) / len(samples), share)
-            (loss + extra).backward()
+            share = 0.0 if batch.idle else len(batch.token_ids) / total
+            documents = 0.0 if batch.idle else len(batch.indices) / len(samples)
+            (loss + self.auxiliary_loss(outputs.aux, documents, share)).backward()
             self.teach_drafter(batch, outputs, share)
-            loss_sum, correct = loss_sum + loss.detach(), correct + outputs.correct.sum()
-            load = load + outputs.aux.expert_load.detach()
+            if batch.idle:
+                continue
+            self.loads.add(outputs.aux)
+            sums["loss"] += loss.item()  # pyright: ignore[reportArgumentType]
+            sums["accuracy"] += int(outputs.correct.sum())
             if outputs.aux.indexer_loss is not None:
-                indexer = indexer + share * outputs.aux.indexer_loss.detach()
-        metrics = self.update(load)
+                sums["indexer"] += share * outputs.aux.indexer_loss.item()  # pyright: ignore
+        metrics = self.update(*self.loads.total(self.ranks, self.policy.device))
         self.steps += 1
-        metrics |= {"loss": loss_sum.item(), "accuracy": correct.item() / trained}
+        metrics |= {name: self.ranks.sum(sums[name]) for name in ("loss", "accuracy")}
+        metrics["accuracy"] /= trained
         metrics |= {"tokens": float(total), "tokens.trained": float(trained)}
         if self.indexer_coef:
-            metrics["indexer"] = indexer.item()
+            metrics["indexer"] = self.ranks.sum(sums["indexer"])
         metrics |= {f"draft.{name}": value for name, value in self.update_drafter().items()}
         return {f"sft/{name}": value for name, value in metrics.items()}
 
     @torch.no_grad()
     def evaluate(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Loss and accuracy over `samples` without learning, as `sft/eval.loss` and `sft/eval.accuracy`."""
-        self.policy.fake_quant = self.fake_quant
+        self.prepare()
         loss, correct, trained = 0.0, 0, sum(s.trained_tokens for s in samples)
-        for batch in micro_batches(samples, self.token_budget, self.policy.device):
+        for batch in self.micro_batches(samples):
             outputs = token_outputs(self.policy, batch)
             loss -= outputs.logprobs.sum().item()
             correct += int(outputs.correct.sum())
-        return {"sft/eval.loss": loss / max(trained, 1), "sft/eval.accuracy": correct / max(trained, 1)}
+        finish_forward(self.policy)
+        loss, right = self.ranks.sum(loss), self.ranks.sum(correct)
+        return {"sft/eval.loss": loss / max(trained, 1), "sft/eval.accuracy": right / max(trained, 1)}

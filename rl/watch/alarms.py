@@ -45,6 +45,7 @@ class Limits:
     queue_empty: float = 0.5
     disk_free: float = 0.1
     eval_drop: float = 0.1
+    collapse: float = 0.2
     patience: int = 5
 
 
@@ -58,6 +59,7 @@ class Alarms:
     _streak: dict[str, int] = field(default_factory=dict)
     _history: dict[str, deque[float]] = field(default_factory=dict)
     _best_eval: dict[str, float] = field(default_factory=dict)
+    _best_reward: float = -math.inf
 
     def check(self, metrics: Mapping[str, float]) -> list[str]:
         """Looks at one row of numbers; returns what started or ended, as lines."""
@@ -99,6 +101,7 @@ class Alarms:
             "of the time the trainer waits for samples; see sys/tok_s.gen and rollout.max_in_flight",
         )
         news += self._entropy(metrics) + self._mismatch(metrics) + self._grad_norm(metrics)
+        news += self._collapse(metrics)
         news += self._staleness(metrics) + self._evaluation(metrics)
         return news
 
@@ -167,6 +170,21 @@ class Alarms:
         usual = statistics.median(seen[:-1]) if len(seen) > 5 else math.inf
         text = f"gradient norm {value:.3g}, usually {usual:.3g}"
         return self._set("grad_norm", value > self.limits.grad_norm_rise * usual, text)
+
+    def _collapse(self, metrics: Mapping[str, float]) -> list[str]:
+        """The mean reward of the last steps against the best of any such number of steps."""
+        if (value := metrics.get("rollout/all/reward.mean")) is None or not math.isfinite(value):
+            return []
+        seen = self._remember("reward", value, self.limits.patience)
+        if len(seen) < self.limits.patience:
+            return []
+        now = statistics.fmean(seen)
+        best = self._best_reward = max(self._best_reward, now)
+        text = (
+            f"the reward fell from {best:.3g} to {now:.3g}; go back to a checkpoint before it, with a lower "
+            "learning rate or more warm-up steps"
+        )
+        return self._set("collapse", best > 0 and now < self.limits.collapse * best, text)
 
     def _staleness(self, metrics: Mapping[str, float]) -> list[str]:
         if (value := metrics.get("train/staleness.mean")) is None or self.staleness_bound == 0:

@@ -26,6 +26,10 @@ FAMILIES: Mapping[str, str] = {
 }
 
 
+_MOST_EFFORTS = 8
+"""With more efforts in a batch than that, its figures are by tens of them."""
+
+
 class TrainingBatch(Protocol):
     """What `batch_metrics` looks at."""
 
@@ -75,6 +79,8 @@ def split_families(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
 def batch_metrics(batch: TrainingBatch) -> dict[str, float]:
     """Returns the `rollout/all/` figures of a batch, and `rollout/effort.<b>/` ones when efforts differ.
 
+    With many efforts these are tens of them: `rollout/effort.41-50/`.
+
     Means are over the trajectories that have a score; `n` and `n_valid` are their denominators. Idle
     shares and rates come from elsewhere.
     """
@@ -82,10 +88,20 @@ def batch_metrics(batch: TrainingBatch) -> dict[str, float]:
     metrics = _prefixed("rollout/all/", {**_figures(everyone), **_group_figures(batch.groups)})
     metrics["rollout/all/masked"] = batch.masked_tokens / max(batch.sampled_tokens, 1)
     efforts = sorted({group.effort for group in batch.groups})
-    for effort in efforts if len(efforts) > 1 else []:
-        members = [t for t in everyone if t.key.effort == effort]
-        metrics |= _prefixed(f"rollout/effort.{effort}/", _figures(members))
+    scopes: dict[str, list[Trajectory]] = {}
+    for trajectory in everyone if len(efforts) > 1 else []:
+        scopes.setdefault(_scope(trajectory.key.effort, len(efforts)), []).append(trajectory)
+    for scope, members in scopes.items():
+        metrics |= _prefixed(f"rollout/effort.{scope}/", _figures(members))
     return metrics
+
+
+def _scope(effort: int, efforts: int) -> str:
+    """What an effort counts as, among so many: itself, or its ten."""
+    if efforts <= _MOST_EFFORTS:
+        return str(effort)
+    first = (effort - 1) // 10 * 10 + 1
+    return f"{first}-{first + 9}"
 
 
 def summary(name: str, values: Sequence[float]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import netrc
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,21 @@ class WandbLog:
             self._run.log({**row.metrics, f"{row.family}/step": row.step})
         except Exception as error:
             self._fail("logging", error)
+
+    def plot(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], picture: Path) -> None:
+        """Logs a cost-quality curve: a table, score over tokens as a plot, and the drawn picture."""
+        if self._run is None:
+            return
+        try:
+            import wandb
+
+            data = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
+            line = wandb.plot.line(data, "tokens", "score", title="Quality against cost")
+            self._run.log(
+                {f"{name}/table": data, f"{name}/plot": line, f"{name}/picture": wandb.Image(picture)}
+            )
+        except Exception as error:
+            self._fail("logging a curve", error)
 
     def alert(self, title: str, text: str) -> None:
         """Raises an alert on the server."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from envs.types import Trajectory
+from rl import effort_curve
+from rl.effort_curve import CurvePoint
 from rl.launch.config import RunConfig
 from rl.launch.run import RunFolder, as_plain
 from rl.watch.alarms import Alarms
@@ -36,11 +38,20 @@ class Watch:
         screen: The terminal.
         alarms: The rules to check.
         total_steps: Optimiser steps after the warm start, for the time left.
+        stage: What those steps do.
     """
 
-    def __init__(self, run: Path, wandb: WandbLog, screen: Screen, alarms: Alarms, total_steps: int) -> None:
+    def __init__(
+        self,
+        run: Path,
+        wandb: WandbLog,
+        screen: Screen,
+        alarms: Alarms,
+        total_steps: int,
+        stage: str = "reinforce",
+    ) -> None:
         self._run, self._wandb, self._screen, self._alarms = run, wandb, screen, alarms
-        self._total = total_steps
+        self._total, self._stage = total_steps, stage
         self._jsonl = JsonlLog(run / FILE_NAME)
         self._rollouts = RolloutLog(run)
         self._status = Status(run.name)
@@ -53,7 +64,7 @@ class Watch:
         self._thread.start()
 
     def step(self, version: int, batch: TrainingBatch, metrics: Mapping[str, float]) -> None:
-        """Reports an optimiser step of reinforcement; `version` counts them from 1."""
+        """Reports an optimiser step after the warm start; `version` counts them from 1."""
         trained = sum(len(group.trajectories) for group in batch.groups)
         with self._lock:
             failed, self._failed = self._failed, 0
@@ -61,7 +72,7 @@ class Watch:
         everything = {**metrics, **extra}
         self._rollouts.step(version, batch)
         self._write(version, everything)
-        self._shown("reinforce", version, self._total, everything)
+        self._shown(self._stage, version, self._total, everything)
 
     def sft(self, done: int, total: int, metrics: Mapping[str, float]) -> None:
         """Reports the warm start after `done` of `total` steps."""
@@ -73,6 +84,15 @@ class Watch:
         wrong = [name for name in metrics if not name.startswith(f"{family}/")]
         assert not wrong, f"{wrong} are not of family {family}"
         self._write(step, metrics)
+
+    def curve(self, points: Sequence[CurvePoint]) -> None:
+        """Keeps a cost-quality curve: in the run's folder, on the terminal and in W&B."""
+        effort_curve.write(points, self._run)
+        for line in effort_curve.table(points).splitlines():
+            self.note(line)
+        names, rows = effort_curve.columns(points)
+        with self._lock:
+            self._wandb.plot("eval/effort_curve", names, rows, self._run / effort_curve.PICTURE)
 
     def phase(self, name: str, done: int = 0, total: int = 0) -> None:
         """Says what is going on now, and how far it is."""
@@ -169,6 +189,6 @@ def open_watch(folder: RunFolder, config: RunConfig) -> Watch:
     )
     log = WandbLog(settings, as_plain(config), screen.note)
     screen.note(f"W&B is {log.mode}; all numbers are in {folder.path / FILE_NAME}")
-    return Watch(
-        folder.path, log, screen, Alarms(staleness_bound=config.rollout.staleness), config.learning_steps
-    )
+    stage = "distil" if config.opd.teachers else "reinforce"
+    alarms = Alarms(staleness_bound=config.rollout.staleness)
+    return Watch(folder.path, log, screen, alarms, config.learning_steps, stage)

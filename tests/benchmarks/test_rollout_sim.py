@@ -4,6 +4,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from benchmarks.rollout_sim import million
 from benchmarks.rollout_sim.__main__ import main
 from benchmarks.rollout_sim.costs import Costs, InputError, load_costs
 from benchmarks.rollout_sim.engine import Fleet, Sample
@@ -194,3 +195,46 @@ def test_the_command_takes_files_draws_and_ends_with_the_figures(tmp_path, capsy
 def test_the_command_explains_a_missing_file(tmp_path, capsys):
     assert main(["--costs", str(tmp_path / "none.json")]) == 2
     assert "check the path" in capsys.readouterr().err
+
+
+def test_turns_that_wait_for_the_same_step_share_the_fixed_cost_of_prefill(tmp_path):
+    sample = {"input": [100], "output": [10], "tool_s": []}
+    trace = FileTrace(load_trace(write(tmp_path / "t.json", {"format": 1, "samples": [sample]})), 0)
+    costs = Costs(
+        replicas=1,
+        slots=2,
+        groups_per_step=1,
+        group_size=2,
+        in_flight=2,
+        decode_base_s=0.02,
+        decode_per_request_s=0.0,
+        prefill_base_s=0.5,
+        prefill_tokens_per_s=1000,
+        trainer_s=10.0,
+        sandbox_failure=0.0,
+        sandbox_create_s=0.4,
+        update_pause_s=0.0,
+    )
+    _, result = simulate("barrier", costs, trace=trace, steps=1, warm_up=0)
+    assert result.total_s == pytest.approx(0.4 + 0.5 + 2 * 0.1 + 10 * 0.02 + 10.0)
+
+
+def test_a_turn_begins_with_a_whole_step():
+    fleet = Fleet(Costs(replicas=1, prefill_tokens_per_s=1e9, update_pause_s=0.0, decode_per_request_s=0.0))
+    trace = LongTailTrace(0)
+    fleet.request(Sample("first", 0, 0, trace.work(0, 0)), 0.0)
+    second = Sample("second", 1, 0, trace.work(1, 0))
+    fleet.request(second, 2.5 * 0.02)
+    assert second.begun == 3.0
+
+
+def test_a_simulation_in_flight_holds_what_lives_and_no_more():
+    before, after, ended = million.run(6_400)
+    assert ended > 6_400 / 2
+    assert after < 1.1 * before
+
+
+def test_modes_that_stand_alone_take_no_files(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["--validate", "--costs", str(tmp_path / "costs.json")])
+    assert "stand alone" in capsys.readouterr().err

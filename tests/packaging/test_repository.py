@@ -81,4 +81,4 @@ def test_the_wheel_holds_every_package_and_its_command_works(tmp_path: Path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "first task of train" in done.stdout
+    assert "first task of calc, train" in done.stdout

@@ -97,3 +97,13 @@ def test_sampler_and_trainer_agree_on_the_final_weights(tmp_path: Path) -> None:
 def test_truncated_sampling_is_trained_on_what_it_was_drawn_from(tmp_path: Path) -> None:
     train(tmp_path, "engine.top_p=0.9", "engine.top_k=12", "rollout=sync")
     assert max(metrics(tmp_path / "plain", "eval/calc/kl.mismatch.median")) <= 1e-5
+
+
+@pytest.mark.slow
+def test_one_process_trains_and_generates_in_turns_on_the_same_weights(tmp_path: Path) -> None:
+    assert train(tmp_path, "launcher.placement=colocated").steps == 3
+    run = tmp_path / "plain"
+    assert sorted(groups_by_step(run)) == [1, 2, 3]
+    assert max(metrics(run, "eval/calc/kl.mismatch.median")) <= 1e-5
+    assert metrics(run, "sys/weights.bytes") == [0.0] * 3
+    assert train(tmp_path, "launcher.placement=colocated", "resume=true", "trainer.steps=4").steps == 4

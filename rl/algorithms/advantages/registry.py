@@ -24,6 +24,17 @@ def standalone(estimator: Estimator) -> Estimator:
     return estimator
 
 
+def with_critic(estimator: Estimator) -> Estimator:
+    """Marks an estimator whose rewards become advantages of tokens through a critic's values."""
+    estimator.needs_critic = True  # type: ignore[attr-defined]
+    return estimator
+
+
+def needs_critic(estimator: Estimator) -> bool:
+    """Whether values of a critic are needed."""
+    return getattr(estimator, "needs_critic", False)
+
+
 def needs_group(estimator: Estimator) -> bool:
     """Whether an estimator compares a sample with others of its group (a user's own: yes, unless marked)."""
     return getattr(estimator, "needs_group", True)

@@ -76,7 +76,7 @@ def test_dry_run_shows_arithmetic_processes_and_a_task(capsys: pytest.CaptureFix
     text = capsys.readouterr().out
     assert "10 steps x 16 groups x 4 samples = 640 samples (64 a step)" in text
     assert "a private Ray cluster" in text
-    assert "first task of train: calc/" in text
+    assert "first task of calc, train: calc/" in text
     assert "group_size: 4" in text
 
 

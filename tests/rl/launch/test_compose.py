@@ -20,8 +20,10 @@ def test_the_experiment_sets_what_it_says_and_overrides_win():
 
 def test_every_preset_of_every_group_is_valid():
     groups = config_groups()
+    for experiment in groups.pop("experiment"):
+        load_config([f"experiment={experiment}"])
     for place in range(max(map(len, groups.values()))):
-        chosen = [f"{group}={names[place % len(names)]}" for group, names in groups.items()]
+        chosen = [f"{g}={names[place % len(names)]}" for g, names in groups.items()]
         load_config([*chosen, *(["env.mixture.calc=1"] if "env=mixture" in chosen else [])])
 
 
@@ -93,6 +95,12 @@ def test_all_problems_are_told_at_once():
         (["run.resume=true", "run.clean=true", "run.name=x"], "exclude each other"),
         (["effort.levels=[0]"], "from 1 to 100"),
         (["effort.levels=[]"], "at least one"),
+        (["effort=priced", "effort.distribution.held_out=[50]"], "levels and held out"),
+        (["effort=priced", "effort.length_penalty.efforts=[1,100]"], "set effort.levels only"),
+        (["effort=priced", "effort.length_penalty.max_penalty=1.0"], "short wrong answer"),
+        (["effort=ladder", "effort.distribution={kind: weighted, weights: [1, 2]}"], "5 levels"),
+        (["eval.efforts=[50,1]"], "ascending"),
+        (["model.path=x", "model.sliding_window=8"], "remove one of them"),
         (["rollout.staleness=-1"], "rollout.staleness"),
         (["engine.speculate=rejection"], "nano_draft"),
         (["engine.pages=4"], "engine.storage=packed"),

@@ -21,7 +21,7 @@ from rl.engines.native import NativeEngine
 from rl.rollout import codec
 from rl.rollout.assignment import Assignment
 from rl.rollout.buffer import Buffer
-from rl.rollout.config import RolloutConfig
+from rl.rollout.config import RolloutConfig, WalConfig
 from rl.rollout.dispatch import Dispatcher, Ending, GroupPlan, SampleId
 from rl.rollout.generator import Generator
 from rl.rollout.resume import plan_resume, sample_id
@@ -62,12 +62,12 @@ class Run:
             groups_per_step=PER_STEP,
             staleness=1,
             max_total_tokens=128,
-            segment_bytes=20_000,
+            wal=WalConfig(segment_bytes=20_000),
         )
         self.dispatcher = Dispatcher(self.config, lambda _: GroupPlan(SIZE, "calc"))
         self.buffer = Buffer(self.config)
         self.trained: list[Any] = []
-        self.log = TokenLog(folder / "log", flush_ms=10.0, segment_bytes=self.config.segment_bytes)
+        self.log = TokenLog(folder / "log", flush_ms=10.0, segment_bytes=self.config.wal.segment_bytes)
         self.engine, self.weights = make_engine(kind, self.log)
         env, scaffold = envs.registry.load("calc"), envs.scaffolds.load("tools")
         worker = Worker(

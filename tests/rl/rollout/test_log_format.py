@@ -33,7 +33,7 @@ from rl.rollout.assignment import Assignment
 from rl.rollout.extras import Extras
 from rl.rollout.frames import HEADER_BYTES, Damage
 from rl.rollout.segments import list_segments
-from rl.rollout.state import LoggedSample, Recovery, Tokens
+from rl.rollout.state import LoggedSample, Recovery, SandboxPlace, Tokens
 from rl.rollout.wal import TokenLog
 
 GOLDEN = Path(__file__).parents[2] / "data" / "token_log"
@@ -115,6 +115,7 @@ def write(folder: Path, seed: int, **options: int) -> dict[int, list[int]]:
         for a in samples:
             log.turn(a.session, turn, lengths[a.key.group][-1], FinishReason.STOP, ((turn, turn + 1),))
             log.result(a.session, turn, 0, Message(Role.TOOL, "ok"))
+            log.place(a.session, SandboxPlace(a.session, 0, turn))
     log.close()
     return lengths
 
@@ -127,6 +128,7 @@ def reopen(folder: Path) -> Recovery:
 
 def check_whole(recovery: Recovery, lengths: dict[int, list[int]]) -> None:
     found = {sample.assignment.key.group: sample for sample in recovery.unfinished.values()}
+    assert {sample.place and sample.place.position for sample in found.values()} == {2}
     assert {group: [len(turn.tokens) for turn in sample.turns] for group, sample in found.items()} == lengths
     check_prefixes(recovery)
 
@@ -333,3 +335,77 @@ def test_a_finished_sample_keeps_what_training_repeats(tmp_path: Path) -> None:
     log.compact()
     log.close()
     assert list(reopen(tmp_path).finished.values()) == [whole]
+
+
+def ended(a: Assignment, lengths: list[int]) -> Trajectory:
+    """The result of a sample whose turns were logged as `truth_of` says, with experts of prompts too."""
+    turns = []
+    for number, length in enumerate(lengths):
+        true = [truth_of(a.key.group, number, place) for place in range(length)]
+        experts = np.stack([np.full((LAYERS, CHOSEN), 9, np.int16), *(item["experts"] for item in true)])
+        keys = np.stack([np.full(4, 8, np.int32), *(item["selection"] for item in true)])
+        replay = Replay(
+            number,
+            Packed("i2", experts.shape, experts.tobytes()),
+            {1: Packed("i4", keys.shape, keys.tobytes())},
+        )
+        ids = tuple(int(item["token"]) for item in true)
+        logprobs = tuple(float(item["logprob"]) for item in true)
+        turns.append(
+            Turn((1, 2), ids, logprobs, (0,) * length, FinishReason.STOP, Message("assistant"), replay=replay)
+        )
+    return Trajectory(
+        a.key, (tuple(turns[:2]), tuple(turns[2:])), Status.FINISHED, StopReason.ANSWER, Score(1.0)
+    )
+
+
+def test_a_finished_sample_takes_its_choices_from_its_steps_and_still_comes_back_whole(
+    tmp_path: Path,
+) -> None:
+    lengths = write(tmp_path, 3)
+    log = TokenLog(tmp_path)
+    samples = {sample.assignment.key.group: sample for sample in log.recovery.unfinished.values()}
+    whole = [ended(assignment(group), lengths[group]) for group in (0, 1, 2)]
+    before = log.stats()["bytes"]
+    for trajectory in whole:
+        sample = samples[trajectory.key.group]
+        log.resume(sample)
+        log.end(sample.assignment.session, trajectory)
+    log.flush()
+    choices = sum(
+        len(turn.replay.experts.data)
+        for trajectory in whole
+        for turn in trajectory.turns
+        if turn.replay is not None and turn.replay.experts is not None
+    )
+    assert choices > 0 and log.stats()["bytes"] - before < 20_000
+    log.consumed([whole[0].key])
+    log.close()
+    for _ in range(2):
+        recovery = reopen(tmp_path)
+        assert {t.key: t for t in recovery.finished.values()} == {t.key: t for t in whole[1:]}
+        log = TokenLog(tmp_path)
+        log.compact()
+        log.close()
+
+
+def test_a_lost_step_costs_a_finished_sample_its_choices_and_nothing_else(tmp_path: Path) -> None:
+    log, a = TokenLog(tmp_path, flush_ms=0), assignment(0)
+    log.start(a)
+    log.begin(a.session, 0, [1, 2], new_branch=True)
+    log.on_step(step([(a, 0, 0)], 0))
+    place = (tmp_path / "00000000.wal").stat().st_size
+    log.on_step(step([(a, 0, 1)], 0))
+    log.turn(a.session, 0, 2, FinishReason.STOP)
+    whole = ended(a, [2])
+    log.end(a.session, whole)
+    log.close()
+    data = bytearray((tmp_path / "00000000.wal").read_bytes())
+    data[place + 40] ^= 1
+    (tmp_path / "00000000.wal").write_bytes(data)
+    (found,) = reopen(tmp_path).finished.values()
+    assert found.turns[0].completion_ids == whole.turns[0].completion_ids
+    replay = found.turns[0].replay
+    assert replay is not None and replay.experts is not None
+    rows = np.frombuffer(replay.experts.data, "<i2").reshape(-1, LAYERS, CHOSEN)
+    assert rows[:, 0, 0].tolist() == [9, -1, -1]

@@ -26,7 +26,7 @@ from rl.rollout.wal import TokenLog
 from rl.rollout.worker import Worker
 from rl.serve.agents import AgentDoor
 from rl.serve.taps import Taps
-from tests.rl.rollout.scripted import CHAT, ScriptedEngine, ids
+from tests.rl.rollout.scripted import CHAT, Boxes, ScriptedEngine, ids
 
 CALC = {
     "type": "function",
@@ -69,13 +69,13 @@ async def worker(agent: Any, *turns: str, log: TokenLog | None = None, **setting
     left = [ids(turn) for turn in turns]
     taps = Taps(log.on_step if log else None)
     engine = ScriptedEngine(lambda request: left.pop(0), taps.on_step)
-    max_turns = settings.pop("max_turns", None)
+    max_turns, boxes = settings.pop("max_turns", None), settings.pop("boxes", None)
     config = RolloutConfig(**{"deadline_s": 60.0, "max_total_tokens": 128, **settings})
     async with AsyncExitStack() as stack:
         door = AgentDoor(engine, taps, CHAT, config.max_total_tokens, stack)
         scaffold = envs.scaffolds.load("external")
         env = agent if hasattr(agent, "tasks") else environment(agent)
-        yield Worker(env, scaffold, engine, CHAT, None, None, log, config, max_turns=max_turns, door=door)
+        yield Worker(env, scaffold, engine, CHAT, boxes, None, log, config, max_turns=max_turns, door=door)
 
 
 def client(access: Any) -> openai.AsyncOpenAI:
@@ -347,3 +347,19 @@ def test_an_environment_without_a_program_is_refused_at_the_start():
 def test_a_function_that_is_not_async_is_refused():
     with pytest.raises(TypeError, match="async function"):
         environment(lambda task, access: "4042")
+
+
+async def test_a_program_may_have_the_sandbox_of_its_trajectory():
+    async def agent(task: Task, access: Any, sandbox: Any) -> str:
+        async with client(access) as model:
+            message = {"role": "user", "content": task.prompt[0].content}
+            answer = await model.chat.completions.create(model=access.model, messages=[message])
+        done = await sandbox.python(f"print({answer.choices[0].message.content})")
+        return done.stdout.decode().strip()
+
+    env, boxes = environment(agent), Boxes()
+    assert env.sandbox is not None
+    async with worker(env, "<answer>47*86<end>", boxes=boxes) as held:
+        trajectory = await held.run(assignment())
+    assert trajectory.score == Score(1.0, {"right": 1.0})
+    assert (boxes.lent, boxes.out) == (1, 0)

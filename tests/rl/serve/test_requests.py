@@ -12,6 +12,10 @@ TOOL = {"type": "function", "function": {"name": "calc", "parameters": {"type": 
 CALL = {"id": "c", "type": "function", "function": {"name": "calc", "arguments": "{}"}}
 
 
+def with_parameters(schema):
+    return {"type": "function", "function": {"name": "calc", "parameters": schema}}
+
+
 def read(**parameters):
     return read_request(parse_body(json.dumps({"model": "m", "messages": HELLO, **parameters}).encode()))
 
@@ -82,6 +86,7 @@ def test_a_call_that_would_have_to_be_forced_is_refused(choice):
         ({"stream": 1}, "stream", "true or false"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
         ({"messages": []}, "messages", "at least one"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": "2"}]}, "messages", "not continued"),
         ({"messages": "hello"}, "messages", "a list"),
         ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role", "is one of"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "a text or a list"),
@@ -89,6 +94,8 @@ def test_a_call_that_would_have_to_be_forced_is_refused(choice):
         ({"messages": [{"role": "tool", "content": "2"}]}, "messages[0].tool_call_id", "a text"),
         ({"tools": [{"type": "function"}]}, "tools[0]", "function"),
         ({"tools": [TOOL, TOOL]}, "tools[1]", "another tool"),
+        ({"tools": [with_parameters({"properties": ["x"]})]}, "tools[0]", "JSON schema"),
+        ({"tools": [with_parameters({"required": 3})]}, "tools[0]", "JSON schema"),
     ],
 )
 def test_what_would_change_the_meaning_is_refused_with_its_place(parameters, param, says):
@@ -106,8 +113,14 @@ def test_images_are_never_fetched(url):
         read(messages=[{"role": "user", "content": [part]}])
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[1]", b"\xff", b'{"model": NaN', b"[" * 100_000])
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[1]", b"\xff", b'{"model": NaN', b"[" * 100_000, b'{"a": "\\ud800"}']
+)
 def test_a_body_that_is_no_object_is_refused(data):
     with pytest.raises(ApiError) as caught:
         parse_body(data)
     assert caught.value.code == "invalid_json"
+
+
+def test_characters_spelt_as_two_escapes_are_read():
+    assert parse_body(b'{"a": "\\ud83d\\ude00"}') == {"a": "\N{GRINNING FACE}"}

@@ -1,8 +1,13 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
+from model.config import PolicyConfig
+from model.policy import Policy
 from rl.trainers.muon import Muon, newton_schulz
 from rl.trainers.optim import Optimizer, OptimizerConfig, OptimizerError, is_matrix
+from rl.trainers.sinkhorn import BalancedMomentum, balance
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 8), (2, 32, 8), (4, 8, 32)])
@@ -59,14 +64,22 @@ def test_schedule():
     assert cosine.fraction(50, 100) == pytest.approx(0.55) and cosine.fraction(100, 100) == pytest.approx(0.1)
     constant = OptimizerConfig(learning_rate=1, warmup_steps=0)
     assert constant.fraction(0, 100) == constant.fraction(99, 100) == 1
+    held = OptimizerConfig(
+        learning_rate=1, warmup_steps=0, decay="linear", decay_from=0.6, decay_to=0.8, final_fraction=0.2
+    )
+    assert [held.fraction(step, 100) for step in (0, 60, 70, 80, 99)] == pytest.approx([1, 1, 0.6, 0.2, 0.2])
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"decay": "linear"}, "'constant' or 'cosine'"),
-        ({"weight_decay": -1}, "must not be negative"),
+        ({"decay": "square"}, "'constant', 'cosine' or 'linear'"),
+        ({"weight_decay": -1}, "weight_decay=-1: set it to 0 or more"),
         ({"max_grad_norm": 0}, "must be positive"),
+        ({"decay": "cosine", "decay_from": 0.9, "decay_to": 0.5}, "the first is below the second"),
+        ({"decay_from": 0.5}, "no effect with decay=constant"),
+        ({"muon_polish": 2}, "belongs to Muon, which is off"),
+        ({"table_factor": 2.0}, "belongs to balanced momentum, which is off"),
     ],
 )
 def test_settings_without_sense_are_refused(settings, message):
@@ -93,3 +106,59 @@ def test_a_state_of_another_configuration_is_refused(make_policy):
     adamw = Optimizer(policy, OptimizerConfig(learning_rate=1))
     with pytest.raises(OptimizerError, match="muon state does not fit"):
         muon.load_state_dict(adamw.state_dict())
+
+
+def test_the_published_steps_bring_singular_values_nearer_to_one():
+    matrices = torch.randn(2, 24, 16, generator=torch.Generator().manual_seed(0))
+    values = torch.linalg.svdvals(newton_schulz(matrices, steps=8, polish=2))
+    assert (values - 1).abs().max() < 0.02
+
+
+def test_balanced_updates_are_of_one_size_and_silent_rows_stay():
+    gradient = (
+        torch.randn(12, 8, generator=torch.Generator().manual_seed(0)) * torch.logspace(-2, 1, 12)[:, None]
+    )
+    gradient[5] = 0.0
+    update = balance(gradient)
+    rows, columns = update.square().mean(1).sqrt(), update.square().mean(0).sqrt()
+    assert not update[5].any()
+    assert rows[torch.arange(12) != 5].allclose(torch.ones(11), atol=1e-4)
+    assert columns.max() / columns.min() < 1.05
+    table = torch.zeros(12, 8)
+    optimizer = BalancedMomentum({"t": table}, factors={"t": 5.0})
+    optimizer.step({"t": gradient.to_sparse(1)}, 0.1)
+    torch.testing.assert_close(table, -0.18 * 0.1 * 5 * balance(gradient))
+
+
+def narrow_policy():
+    return Policy(replace(PolicyConfig.preset("pico"), dtype="bfloat16"))
+
+
+def small_gradients(policy):
+    generator = torch.Generator().manual_seed(0)
+    for parameter in policy.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+def test_narrow_weights_gather_steps_too_small_for_them_and_resume_with_the_same_bits():
+    config = OptimizerConfig(learning_rate=2e-5, muon_learning_rate=2e-5, balanced_learning_rate=2e-5)
+    policies = [narrow_policy(), narrow_policy()]
+    first, second = (Optimizer(policy, config) for policy in policies)
+    start = policies[0].layers[0].attn.wq_a.weight.detach().clone()
+    small_gradients(policies[0])
+    first.step(1.0)
+    one = (policies[0].layers[0].attn.wq_a.weight != start).float().mean()
+    for _ in range(60):
+        small_gradients(policies[0])
+        first.step(1.0)
+    many = (policies[0].layers[0].attn.wq_a.weight != start).float().mean()
+    assert one < 0.05 and many > 0.2
+    policies[1].load_state_dict(policies[0].state_dict())
+    state = first.state_dict()
+    assert state["masters"]["embed.weight"].dtype is torch.float32
+    second.load_state_dict(state)
+    for policy, optimizer in zip(policies, (first, second), strict=True):
+        small_gradients(policy)
+        optimizer.step(1.0)
+    for name, tensor in policies[0].state_dict().items():
+        assert torch.equal(tensor, policies[1].state_dict()[name]), name

@@ -13,7 +13,7 @@ from model.engine.requests import Request
 from model.engine.sampler import SamplingParams
 from model.policy import PackedTokens
 from rl.algorithms import AlgorithmConfig
-from rl.engines.native import _completion
+from rl.engines.turns import completion
 from rl.rollout.recorded import replay_of
 from rl.trainers import RLConfig, RLTrainer, trajectory_samples
 from rl.trainers.choices import branch_choices, branch_mask
@@ -31,7 +31,7 @@ def policy(make_policy):
 
 
 def as_turn(prompt, finished) -> Turn:
-    done = _completion(finished)
+    done = completion(finished)
     return Turn(
         tuple(prompt),
         done.token_ids,
@@ -78,6 +78,25 @@ def test_truncated_turns_are_recomputed_to_the_last_bit(policy, make_trajectory,
 
 def without(branch, name):
     return [replace(turn, replay=replace(turn.replay, **{name: None})) for turn in branch]
+
+
+def test_selections_are_recorded_and_repeated(policy, make_trajectory) -> None:
+    engine = Engine(
+        policy, max_requests=4, max_tokens=64, replay="off", capture=True, capture_selections=True
+    )
+    for branch in two_turns(policy, engine):
+        (sample,) = trajectory_samples(make_trajectory([branch]), 1.0)
+        assert sample.choices is not None and sample.choices.selections is not None
+        free = Capture(selections_too=True)
+        tokens = torch.from_numpy(sample.token_ids.astype(np.int64))
+        with torch.no_grad():
+            policy(PackedTokens(tokens, torch.tensor([0, len(tokens)])), capture=free)
+        assert sample.choices.selections.keys() == free.selections.keys()
+        for layer, keys in sample.choices.selections.items():
+            ran = (keys != FREE).any(-1)
+            assert ran.any() and torch.equal(keys[ran], free.selections[layer][ran])
+        (fewer,) = trajectory_samples(make_trajectory([branch]), 1.0, replay="experts")
+        assert fewer.choices is not None and fewer.choices.selections is None
 
 
 def test_a_truncated_batch_trains_on_the_truncated_distribution(policy, make_trajectory, make_group) -> None:

@@ -1,13 +1,17 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from envs.types import Replay
 from model.policy import PackedTokens
 from rl.algorithms import AlgorithmConfig
 from rl.algorithms.advantages import NonFiniteAdvantageError
 from rl.algorithms.losses import LOSSES
+from rl.rollout.recorded import pack
 from rl.trainers import OptimizerConfig, RLConfig, RLTrainer, trajectory_samples
 from rl.trainers.base import NonFiniteLossError
 from rl.watch.metrics import split_families
@@ -252,3 +256,25 @@ def test_logprobs_follow_the_trainers_temperature_and_rounding(
         expected = (policy.logits(policy(tokens).hidden) / temperature).log_softmax(-1)
     want = [expected[len(PROMPT) - 1 + i, token].item() for i, token in enumerate(GOOD)]
     np.testing.assert_allclose(ours[len(PROMPT) :], want, atol=1e-5)
+
+
+def test_a_step_tells_kept_caches_from_own_ones(make_policy, sampled):
+    trainer = RLTrainer(make_policy(), fast(fake_quant=False, replay_choices="off"), AlgorithmConfig())
+    group = sampled(trainer)
+
+    def with_states(trajectory, states, off=0.0):
+        (turn,) = trajectory.branches[0]
+        record = Replay(states=pack(np.array(states, np.uint8), "u1"))
+        logprobs = tuple(value - off for value in turn.logprobs)
+        return replace(trajectory, branches=((replace(turn, replay=record, logprobs=logprobs),),))
+
+    first, second = group.trajectories
+    group = replace(group, trajectories=(with_states(first, [0, 0, 0]), with_states(second, [1, 1, 2], 0.25)))
+    metrics = trainer.step([group])
+    assert metrics["train/kl.mismatch.own.tokens"] == 3 and metrics["train/kl.mismatch.own"] < 1e-5
+    assert metrics["train/kl.mismatch.mixed.tokens"] == 2
+    assert metrics["train/kl.mismatch.mixed"] == pytest.approx(0.25, abs=1e-4)
+    assert metrics["train/kl.mismatch.replayed.tokens"] == 1
+    trainer.recovered_groups = group.id + 1
+    old = trainer.step([sampled(trainer)])
+    assert not any(name.startswith("train/kl.mismatch.own") for name in old)
