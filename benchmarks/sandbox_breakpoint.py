@@ -46,7 +46,7 @@ PLACES: dict[str, tuple[Hook, ...]] = {
         Hook("sandbox.session:Session._create", "before"),
     ),
     "create.made": (
-        Hook("sandbox.backends.bubblewrap:Bubblewrap._spawn", "before"),
+        Hook("sandbox.backends.launch:Launch.go", "before"),
         Hook("sandbox.backends.docker:Docker._create", "after"),
     ),
     "create.started": (Hook("sandbox.births:Births._journal", "before"),),

@@ -338,7 +338,9 @@ class Agent:
 
     def refill(self, brief: bool) -> None:
         """Keeps commands of a kind waiting: their forks are then not what the next caller waits for."""
-        while len(self.spares[brief]) < (HURRIED if brief in self.hurried else 1):
+        # Without users of their own commands could stop one that waits: none does while another runs.
+        wanted = HURRIED if brief in self.hurried and self.uid is not None else 1
+        while len(self.spares[brief]) < wanted:
             try:
                 self.spares[brief].append(self.launch(self.slots.pop() if brief else 0, {}))
             except OSError:

@@ -41,13 +41,6 @@ def become_command(streams: list[int], uid: int | None, brief: bool, config: Hea
             resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
         ENVIRONMENT.update(config.get("env") or {})
         os.umask(0o077 if brief and not config["fresh"] else 0o022)
-        if config["fresh"] and config["seccomp"]:
-            libc.filter_calls(binascii.a2b_base64(config["seccomp"]))
-        if uid is not None:
-            os.setgroups([config["tag"]] if config["tag"] else [])
-            os.setresgid(uid, uid, uid)
-            os.setresuid(uid, uid, uid)
-            libc.drop_capabilities()
         # What a job will need is done once for nothing: pages are copied before its caller waits.
         perform(small_json.loads('{"op": "nothing", "cwd": "/", "env": {"A": "b"}}'))
         if brief:
@@ -55,13 +48,26 @@ def become_command(streams: list[int], uid: int | None, brief: bool, config: Hea
             run_source(b"print('', end='')")
         else:
             vainly_become()
-        job = small_json.loads(read_exactly(JOB.unpack(read_exactly(JOB.size))[0]))
-        libc.prctl(libc.PR_SET_DUMPABLE, 1)  # not before: others of its user cannot reach one that waits
+        text = read_exactly(JOB.unpack(read_exactly(JOB.size))[0])
+        give_up_power(uid, config)  # not before: no signal of other commands reaches one that waits
+        job = small_json.loads(text)
         code = perform(job)
     except BaseException as error:
         os.write(2, (type(error).__name__ + ": " + str(error) + "\n").encode())
     finally:
         os._exit(code)
+
+
+def give_up_power(uid: int | None, config: Header) -> None:
+    """Becomes the user of the command, for good, and lets others of that user reach this process."""
+    if config["fresh"] and config["seccomp"]:
+        libc.filter_calls(binascii.a2b_base64(config["seccomp"]))
+    if uid is not None:
+        os.setgroups([config["tag"]] if config["tag"] else [])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+        libc.drop_capabilities()
+    libc.prctl(libc.PR_SET_DUMPABLE, 1)
 
 
 def write_once(path: str, data: bytes) -> None:
