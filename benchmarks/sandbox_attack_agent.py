@@ -21,6 +21,11 @@ _PRELUDE = r"""
 import ctypes, json, os, struct, sys, time
 HEADER = struct.Struct("!II")
 libc = ctypes.CDLL(None, use_errno=True)
+if place := json.loads(sys.argv[1])["channel"]:
+    import socket
+    channel = socket.socket(socket.AF_UNIX)
+    channel.connect(place)
+    for fd in (0, 1): os.dup2(channel.fileno(), fd)
 seq = 0
 def read(size):
     data = b""

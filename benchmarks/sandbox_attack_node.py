@@ -43,6 +43,7 @@ def hostile_agents() -> None:
             setattr(loaded, "agent_command", command)  # noqa: B010
     for kind in {type(backend) for backend in backends().values()}:
         kind.start = _labelled(kind.start)
+        kind.prepares = _unlabelled(kind.prepares)
 
 
 def _labelled(start: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,6 +52,11 @@ def _labelled(start: Callable[..., Any]) -> Callable[..., Any]:
         return await start(self, box_id, owner, spec, *more, **how)
 
     return labelled
+
+
+def _unlabelled(prepares: Callable[..., bool]) -> Callable[..., bool]:
+    """What was prepared has the usual agent."""
+    return lambda self, spec: AGENT not in spec.labels and prepares(self, spec)
 
 
 def jump(*_: object) -> None:
