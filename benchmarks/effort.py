@@ -25,6 +25,7 @@ from rl.launch.compose import load_config
 
 GRID = (1, 10, 25, 37, 50, 60, 75, 90, 100)
 ORDERED = (1, 50, 100)
+JUDGED = (1, 25, 50, 75, 100)
 QUESTION_TOKENS, ANSWER_TOKENS = 3, 3
 SLACK_QUESTIONS = 0.5
 
@@ -92,7 +93,7 @@ def figures(points: Sequence[CurvePoint], best: dict[int, Optimum]) -> list[Chec
     at = {p.effort: p for p in points}
     low, middle, high = (at[b] for b in ORDERED)
     levels = [p for p in points if p.effort in _levels()]
-    regret = sum(best[p.effort].reward - p.reward for p in levels) / len(levels)
+    regret = sum(best[b].reward - at[b].reward for b in JUDGED) / len(JUDGED)
     gain = high.score - low.score
     lengths = " < ".join(f"{at[b].tokens:.2f}" for b in ORDERED)
     checks = [
@@ -122,9 +123,13 @@ def _between(point: CurvePoint, levels: Sequence[CurvePoint]) -> Check:
 
 
 def control_figures(points: Sequence[CurvePoint]) -> list[Check]:
-    """Returns the check of a curve whose policy is not told the effort."""
+    """Returns the check of a curve whose policy is not told the effort.
+
+    What is batched together changes the last bits of a sum, so that greedy lengths differ a little.
+    """
     lengths = [p.tokens for p in points if p.effort in ORDERED]
-    ordered = all(a < b for a, b in pairwise(lengths))
+    apart = lengths[-1] - lengths[0] > SLACK_QUESTIONS * QUESTION_TOKENS
+    ordered = apart and all(a < b for a, b in pairwise(lengths))
     text = ", ".join(f"{length:.2f}" for length in lengths)
     return [Check("hidden effort: tokens at 1, 50, 100 are not ordered", text, not ordered)]
 

@@ -71,6 +71,13 @@ class Power:
                 ["umount", *lazy, str(self.folder)], capture_output=True, check=False
             ).returncode:
                 time.sleep(0.2)
+        # Sandboxes that are ending may have a copy of the mount: mounted again, it would still be dead.
+        while self._attached() and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _attached(self) -> bool:
+        listed = subprocess.run(["losetup", "-j", str(self.image)], capture_output=True, check=True)
+        return bool(listed.stdout.strip())
 
 
 def _run(*command: str) -> None:

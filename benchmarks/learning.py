@@ -1,31 +1,85 @@
-"""Runs `temper` for benchmarks of learning, and reads what its runs and evaluations say."""
+"""Runs `temper` for benchmarks of learning, and reads what its runs and evaluations say.
+
+With `--runs FOLDER` a benchmark keeps its runs there: what has finished is not run again, and what was
+interrupted goes on from its last checkpoint.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from benchmarks.calc import Row
+Row = dict[str, Any]
 
 _TEMPER = [sys.executable, "-m", "rl.launch.cli"]
+_SECONDS = "seconds.txt"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One figure and its bound."""
+
+    name: str
+    value: float
+    bound: float
+    at_most: bool
+
+    @property
+    def held(self) -> bool:
+        """Whether the figure keeps its bound; a figure that is not a number does not."""
+        return self.value <= self.bound if self.at_most else self.value >= self.bound
+
+    def __str__(self) -> str:
+        sign = "<=" if self.at_most else ">="
+        return f"{'ok  ' if self.held else 'MISS'} {self.name}: {self.value:.4g} {sign} {self.bound:g}"
+
+
+def options(module: str, explanation: str | None) -> argparse.ArgumentParser:
+    """The options that all benchmarks of learning have."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{module}", description=explanation)
+    parser.add_argument("--runs", type=Path, help="keep the runs in this folder, and go on with those there")
+    parser.add_argument("overrides", nargs="*", help="further overrides, such as trainer.steps=100")
+    return parser
+
+
+@contextmanager
+def runs_folder(chosen: Path | None) -> Iterator[Path]:
+    """The folder of a benchmark's runs: the chosen one, or one that is gone afterwards."""
+    if chosen is not None:
+        chosen.mkdir(parents=True, exist_ok=True)
+        yield chosen.resolve()
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
 
 
 def train(root: Path, name: str, overrides: Sequence[str]) -> float:
-    """Runs one training in `root` under a name and returns its seconds."""
-    started = time.monotonic()
-    place = [f"run.root={root}", f"run.name={name}", "logger.wandb=disabled"]
-    subprocess.run([*_TEMPER, "train", *place, *overrides], check=True)
-    return time.monotonic() - started
+    """Runs one training in `root` under a name, or what is left of it; returns its seconds so far."""
+    run = root / name
+    state = _state(run)
+    if state != "finished":
+        going_on = [] if state is None else ["run.resume=true"]
+        print(f"{'begin' if state is None else 'go on with'} {name}: {' '.join(overrides)}", flush=True)
+        place = [f"run.root={root}", f"run.name={name}", "logger.wandb=disabled"]
+        _timed([*_TEMPER, "train", *place, *overrides, *going_on], run)
+    return _seconds(run)
 
 
 def evaluate(root: Path, target: str, out: Path, settings: Sequence[str]) -> dict[str, Row]:
-    """Runs one evaluation and returns its cells by environment."""
-    words = [target, "--root", str(root), "--console", "plain", f"out={out}", *settings]
-    subprocess.run([*_TEMPER, "eval", *words], check=True)
+    """Runs one evaluation, or what is left of it, and returns its cells by environment."""
+    if not (out / "result.json").exists():
+        words = [target, *settings, f"out={out}"] if not (out / "plan.json").exists() else [str(out)]
+        print(f"evaluate {target}", flush=True)
+        subprocess.run([*_TEMPER, "eval", *words, "--root", str(root), "--console", "plain"], check=True)
     cells = json.loads((out / "result.json").read_text())["cells"]
     return {cell["cell"]["env"]: cell for cell in cells}
 
@@ -43,3 +97,30 @@ def evaluations(run: Path, env: str) -> dict[int, Row]:
         values = {key.removeprefix(f"eval/{env}/"): value for key, value in row["metrics"].items()}
         found.setdefault(row["step"], {}).update(values)
     return found
+
+
+def report(seed: int, checks: Sequence[Check]) -> None:
+    """Prints the figures of one seed."""
+    print(f"seed {seed}:")
+    for check in checks:
+        print(f"  {check}", flush=True)
+
+
+def _state(run: Path) -> str | None:
+    """How far a run got; None: it was never begun."""
+    record = run / "driver.json"
+    return json.loads(record.read_text())["state"] if record.exists() else None
+
+
+def _timed(command: Sequence[str], run: Path) -> None:
+    started = time.monotonic()
+    try:
+        subprocess.run(command, check=True)
+    finally:
+        if run.exists():
+            (run / _SECONDS).write_text(str(_seconds(run) + time.monotonic() - started))
+
+
+def _seconds(run: Path) -> float:
+    record = run / _SECONDS
+    return float(record.read_text()) if record.exists() else 0.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -38,17 +38,11 @@ class Protection:
 
 def _bubblewrap(change: Callable[[list[str]], list[str]]) -> None:
     """Changes the command line of every bubblewrap sandbox."""
-    wrap = cgroups.Cgroup.wrap
-
-    def changed(self: cgroups.Cgroup, argv: Iterable[str], *more: Any, **how: Any) -> list[str]:
-        return wrap(self, change(list(argv)), *more, **how)
-
-    cgroups.Cgroup.wrap = changed
     launches: Any = Launch
     fork = launches.fork
 
-    def forked(command: list[str], *more: Any) -> Launch:
-        return fork(change(command), *more)
+    def forked(command: list[str], *more: Any, **how: Any) -> Launch:
+        return fork(change(command), *more, **how)
 
     launches.fork = forked
 
@@ -159,7 +153,7 @@ def no_output_cap() -> None:
 def with_network() -> None:
     """The host's network."""
     _bubblewrap(_without("--unshare-net"))
-    _docker(lambda how: how.update(network_mode="bridge"))
+    _docker(lambda how: how.update(network_mode="bridge", network_disabled=False))
 
 
 def with_processes() -> None:

@@ -27,9 +27,12 @@ from benchmarks import (
     sandbox_attack_escape,
     sandbox_attack_files,
     sandbox_attack_memory,
+    sandbox_attack_network,
     sandbox_attack_processes,
     sandbox_attack_sessions,
     sandbox_attack_siblings,
+    sandbox_attack_storms,
+    sandbox_attack_verify,
 )
 from benchmarks.sandbox_attack_kit import SPEC, Attack, NotHeld, Scene, Stage
 from benchmarks.sandbox_attack_protections import PROTECTIONS
@@ -42,7 +45,8 @@ ATTACKS: tuple[Attack, ...] = tuple(
     for module in (
         sandbox_attack_processes, sandbox_attack_memory, sandbox_attack_disk, sandbox_attack_files,
         sandbox_attack_escape, sandbox_attack_siblings, sandbox_attack_control, sandbox_attack_agent,
-        sandbox_attack_sessions,
+        sandbox_attack_sessions, sandbox_attack_network, sandbox_attack_storms,
+        sandbox_attack_verify,
     )
     for attack in module.TABLE.attacks
 )  # fmt: skip

@@ -30,11 +30,12 @@ class PlainDocker:
         self.client: Any = docker.from_env()
         self.image = ensure_image(self.client)
 
-    def start(self) -> Any:
-        """Creates and starts a container that waits."""
+    def start(self, bare: bool = False) -> Any:
+        """Creates and starts a container that waits; a bare one without the engine's part of its network."""
         return self.client.containers.run(
-            self.image, ["/usr/bin/sleep", "3600"], detach=True, network_mode="none", init=True
-        )
+            self.image, ["/usr/bin/sleep", "3600"], detach=True, network_mode="none", init=True,
+            network_disabled=bare,
+        )  # fmt: skip
 
     def exec(self, container: Any) -> None:
         """Runs `true` by the engine's exec interface."""

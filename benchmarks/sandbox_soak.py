@@ -21,7 +21,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +34,21 @@ from sandbox.client import Fleet
 
 EVERY_S = 10.0
 _LEAST = 6
+_THREADS = 8
+
+
+async def fill(threads: int) -> None:
+    """Starts all threads of the loop's pool, which would come one by one as they are needed together."""
+    together = threading.Barrier(threads)
+    await asyncio.gather(*(asyncio.to_thread(together.wait) for _ in range(threads)))
 
 
 async def soak(
     folder: Path, seconds: float, width: int, every_s: float, docker: Any
 ) -> tuple[Sampler, Workers]:
     """Works for `seconds` and takes a sample every `every_s`."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))
+    await fill(_THREADS)
     state = folder / "state"
     await asyncio.to_thread(_start_node, state)
     light = await Fleet.connect(state_dir=state, owner="light", backend="bubblewrap")
@@ -78,7 +89,7 @@ def _start_node(state: Path) -> None:
 
 
 def _run_node(words: list[str]) -> None:
-    """Runs a node that writes its number of tasks to `observed` when it gets SIGUSR1."""
+    """Runs a node that has all its threads, and writes its number of tasks to `observed` upon SIGUSR1."""
     from sandbox import node
 
     serve = node.Node.serve
@@ -91,6 +102,7 @@ def _run_node(words: list[str]) -> None:
             path.with_suffix(".draft").replace(path)
 
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, write)
+        await fill(node.threads(self.limits))
         await serve(self, ready)
 
     node.Node.serve = observed
@@ -130,6 +142,8 @@ def main() -> None:
     if arguments.samples:
         sampler.save(arguments.samples)
     draw(sampler.samples, arguments.picture)
+    if len(sampler.samples) < _LEAST:
+        raise SystemExit(f"{len(sampler.samples)} samples are too few for a line: run longer")
     found = growths(sampler.samples)
     report(found)
     for name, count in sorted(workers.cycles.items()):

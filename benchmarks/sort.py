@@ -1,4 +1,4 @@
-"""What reinforcement adds to imitation on `sort`: `python -m benchmarks.sort [--seeds 0 1]`.
+"""What reinforcement adds to imitation on `sort`: `python -m benchmarks.sort [--seeds 0 1] [--runs FOLDER]`.
 
 Each seed runs `temper train experiment=sort`. The figure is the gain in sampled accuracy over the warm
 start, on tasks of which no letters are in the training split. Exits 1 when a figure is missed.
@@ -6,27 +6,23 @@ start, on tasks of which no letters are in the training split. Exits 1 when a fi
 
 from __future__ import annotations
 
-import argparse
 import sys
-import tempfile
 from pathlib import Path
 
-from benchmarks.calc import Check, Row
-from benchmarks.learning import evaluations, train
+from benchmarks.learning import Check, Row, evaluations, options, report, runs_folder, train
 
 GAIN = 0.10
 
 
 def main() -> int:
     """Runs all seeds and prints each figure; the last line has the smallest gain."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sort", description=__doc__)
+    parser = options("sort", __doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("overrides", nargs="*", help="further overrides, such as trainer.steps=120")
     arguments = parser.parse_args()
     checks: list[Check] = []
-    with tempfile.TemporaryDirectory() as folder:
+    with runs_folder(arguments.runs) as root:
         for seed in arguments.seeds:
-            checks += _seed(seed, Path(folder), arguments.overrides)
+            checks += _seed(seed, root, arguments.overrides)
     gains = [check.value for check in checks if check.name == "gain of sampled accuracy"]
     held = sum(check.held for check in checks)
     print(f"sort: gain {min(gains):.3f} over the warm start; {held}/{len(checks)} figures hold")
@@ -37,14 +33,13 @@ def _seed(seed: int, root: Path, overrides: list[str]) -> list[Check]:
     name = f"sort-{seed}"
     seconds = train(root, name, ["experiment=sort", f"run.seed={seed}", *overrides])
     rows = evaluations(root / name, "sort")
-    checks = _checks(rows[0], rows[max(rows)], seconds)
-    print(f"seed {seed}:")
-    for check in checks:
-        print(f"  {check}", flush=True)
+    checks = figures(rows[0], rows[max(rows)], seconds)
+    report(seed, checks)
     return checks
 
 
-def _checks(before: Row, after: Row, seconds: float) -> list[Check]:
+def figures(before: Row, after: Row, seconds: float) -> list[Check]:
+    """The figures of one run, from its evaluations after the warm start and at the end."""
     sampled = [row["sampled/score.mean"] for row in (before, after)]
     return [
         Check("sampled after the warm start", sampled[0], 0.85, at_most=True),

@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
-from envs.agents import Agent, as_agent
+from envs.agents import Agent, as_agent, inside, reaching_model
 from envs.function import FunctionEnvironment
 from envs.killable import TIMEOUT_S
 from envs.scoring import Part
@@ -127,6 +127,8 @@ class Definition:
         """Takes the agent for scaffold=external: an async function of (task, access), or an `Agent`."""
         self.agent_program = as_agent(program)
         self._need_sandbox(inspect.isroutine(program) and "sandbox" in inspect.signature(program).parameters)
+        if inside(self.agent_program):
+            self.sandbox = reaching_model(self.sandbox)
         return program
 
     def setup(self, function: F) -> F:

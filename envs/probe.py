@@ -1,9 +1,10 @@
-"""A hidden bit and a noisy sensor: how much to ask depends on the effort, and the best policy is known.
+"""A hidden sign and a noisy sensor: how much to ask depends on the effort, and the best policy is known.
 
 Each reading of the sensor is right with probability `RELIABILITY`. With a penalty on length that depends on
-the effort (`rewards.length`), the best policy asks until the lead of one bit over the other is worth no
-further question; `optimum` computes it by dynamic programming. The demonstrations ask a number of questions
-that does not depend on the effort, so reinforcement learning alone must tie length to effort.
+the effort (`rewards.length`), the best policy asks until the lead of one sign over the other is worth no
+further question; `optimum` computes it by dynamic programming. The demonstrations ask until a lead that is
+drawn at random, whatever the effort, so reinforcement learning alone must tie length to effort. Readings are
+signs, as a small policy that counts digits would count those of the effort too.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from envs.registry import env
 from envs.types import Message, Role, Task, ToolCall
 
 EFFORTS = (1, 25, 50, 75, 100)
+SIGNS = "-+"
 RELIABILITY = 0.7
 QUESTIONS = 11
-DEMONSTRATED = (0, 1, 1, 2, 3, 3, 4, 5, 7, 9)
+LEADS = (0, 1, 1, 2, 2, 3, 3, 4)
 CARELESS = 0.15
 
 
@@ -31,7 +33,7 @@ def probe(split: str, seed: int) -> Iterator[Task]:
     draw = random.Random(f"probe/{split}/{seed}")
     while True:
         number = 2 * draw.getrandbits(40) + (split == "eval")
-        yield Task.ask(f"probe/{number}", "?", gold=str(_noise(f"probe/{number}", "bit") & 1))
+        yield Task.ask(f"probe/{number}", "?", gold=SIGNS[_noise(f"probe/{number}", "sign") & 1])
 
 
 @probe.tool(stateless=True)
@@ -44,12 +46,14 @@ def ask(question: str, task: Task, number: int) -> str:
 
 @probe.demonstrations
 def demonstrations(split: str, seed: int) -> Iterator[tuple[Task, Sequence[Message]]]:
-    """Yields episodes that answer by the majority of some readings; a few answer carelessly."""
+    """Yields episodes that ask until some lead and answer by it; a few answer carelessly."""
     draw = random.Random(f"probe/demonstrations/{split}/{seed}")
     for task in probe().tasks(split, seed):
-        readings = [reading(task, number) for number in range(draw.choice(DEMONSTRATED))]
-        lead = readings.count("1") - readings.count("0")
-        answer = draw.choice("01") if lead == 0 or draw.random() < CARELESS else "1" if lead > 0 else "0"
+        enough, lead, readings = draw.choice(LEADS), 0, list[str]()
+        while abs(lead) < enough and len(readings) < QUESTIONS:
+            readings.append(reading(task, len(readings)))
+            lead = readings.count("+") - readings.count("-")
+        answer = draw.choice(SIGNS) if lead == 0 or draw.random() < CARELESS else SIGNS[lead > 0]
         messages: list[Message] = []
         for number, value in enumerate(readings):
             call = ToolCall("ask", {"question": "?"}, f"call_{number}", number)
@@ -60,9 +64,9 @@ def demonstrations(split: str, seed: int) -> Iterator[tuple[Task, Sequence[Messa
 
 def reading(task: Task, number: int) -> str:
     """Returns the `number`-th reading of a task's sensor: a function of both, so a resume repeats it."""
-    bit = int(task.gold or "0")
+    sign = SIGNS.index(task.gold or "-")
     right = _noise(task.id, f"reading/{number}") < RELIABILITY * 2**64
-    return str(bit if right else 1 - bit)
+    return SIGNS[sign if right else 1 - sign]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,7 @@ class Optimum:
 def optimum(penalty: Callable[[int], float], *, question_tokens: int, answer_tokens: int) -> Optimum:
     """Solves the task for a penalty (0 or less) on the number of sampled tokens, by dynamic programming.
 
-    The state is the number of questions asked and the lead of one bit; the posterior that the leading bit is
+    The state is the number of questions asked and the lead of one sign; the posterior that the leading one is
     right depends on the lead alone.
     """
 

@@ -168,13 +168,29 @@ class Replay:
 
 
 @dataclass(frozen=True, slots=True)
+class Images:
+    """The images in a turn's prompt.
+
+    Attributes:
+        types: i1 over the prompt's tokens, `model.vision.TokenType` of each.
+        patches: f4 [h * w, 3, p, p] of each image, in order.
+        grids: (h, w) of each image.
+    """
+
+    types: Packed
+    patches: tuple[Packed, ...]
+    grids: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
     """What one call of the engine produced, and what the environment answered.
 
     `prompt_ids` are only the tokens that are new since the previous turn of the same branch (the whole prompt
     in the first turn). `logprobs` and `policy_versions` have the length of `completion_ids`.
     `replay_starts` are positions of the branch at which the engine's windows (of encoder, of decoder) started
-    anew, for training to do the same; `replay` is what else the engine recorded.
+    anew, for training to do the same; `replay` is what else the engine recorded. `images` are those among
+    `prompt_ids`.
     """
 
     prompt_ids: tuple[int, ...]
@@ -187,6 +203,7 @@ class Turn:
     parse_error: str = ""
     replay_starts: tuple[tuple[int, int], ...] = ()
     replay: Replay | None = None
+    images: Images | None = None
 
 
 @dataclass(frozen=True, slots=True, order=True)

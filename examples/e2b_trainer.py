@@ -15,6 +15,7 @@ import asyncio
 import math
 import os
 import random
+import sys
 
 from e2b import AsyncSandbox, CommandExitException, RateLimitException, TimeoutException
 
@@ -60,3 +61,5 @@ async def main() -> None:
 
 if __name__ == "__main__":
     asyncio.run(main())
+    sys.stdout.flush()
+    os._exit(0)  # threads of the SDK go on for a moment, and can abort an interpreter that ends beside them

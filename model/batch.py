@@ -159,6 +159,10 @@ class Batch:
         """
         return fill(self._joined(parts))
 
+    def merge_plain(self, parts: list[Tensor]) -> Tensor:
+        """`merge` without filling up."""
+        return self._joined(parts)
+
     def _joined(self, parts: list[Tensor]) -> Tensor:
         if len(parts) == 1 and self._order is None:
             return parts[0]

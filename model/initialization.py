@@ -6,6 +6,7 @@ near "take a quarter of each stream, carry all of them over") is what small poli
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,8 +29,15 @@ def _normal(tensor: Tensor, std: float, generator: torch.Generator) -> None:
 
 
 @torch.no_grad()
-def initialize(policy: Policy, seed: int) -> None:
-    """Fill every parameter; equal seeds give equal weights on every machine."""
+def initialize(policy: Policy, seed: int, draw: Callable[[Tensor, float], None] | None = None) -> None:
+    """Fill every parameter; equal seeds give equal weights on every machine.
+
+    Args:
+        policy: to fill.
+        seed: of the numbers.
+        draw: fills a matrix with numbers of a standard deviation in its own way (large policies on a device
+            of their own); None: normal numbers from `seed`.
+    """
     generator = torch.Generator().manual_seed(seed)
     for module in policy.modules():
         if isinstance(module, HyperConnection):
@@ -42,7 +50,10 @@ def initialize(policy: Policy, seed: int) -> None:
     for name, parameter in policy.named_parameters():
         if parameter.dim() < 2 or ".hc_" in name or name.endswith(("q_weight", "k_weight")):
             continue
-        _normal(parameter, _std(name, parameter), generator)
+        if draw is None:
+            _normal(parameter, _std(name, parameter), generator)
+        else:
+            draw(parameter, _std(name, parameter))
     for name, parameter in policy.named_parameters():
         if name.endswith(("q_weight", "k_weight")):
             parameter.fill_(1.0)
@@ -67,4 +78,4 @@ def _hyper_connection(site: HyperConnection, generator: torch.Generator) -> None
     site.scale.fill_(0.1)
     _normal(site.base, 0.1, generator)
     site.base[:n] -= 1.1
-    site.base[2 * n :] += 4.0 * torch.eye(n).flatten()
+    site.base[2 * n :] += 4.0 * torch.eye(n, device=site.base.device).flatten()

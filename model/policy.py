@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from model import fused
 from model.balance import BALANCE_SPEED, balance_loss, expert_load, move_bias
 from model.batch import Batch, NewTokens, PackedTokens, Trace
 from model.cache.policy_cache import PolicyCache, Storage
 from model.cache.progress import Span
 from model.choices import FREE, Capture, Choices
 from model.config import AttentionMode, PolicyConfig, VisionConfig
+from model.decode_graphs import graphs_of
 from model.dspark import Drafter
 from model.initialization import initialize
 from model.layers.attention import Globals, RunOptions
@@ -28,8 +30,10 @@ from model.layers.engram_table import TableStorage
 from model.layers.exact import fill, in_own_mode, matmul
 from model.layers.hyper_connections import collapse
 from model.layers.indexer_loss import Supervision, Variant
+from model.layers.linear import wide_linear
 from model.layers.moe import Routing
 from model.layers.norm import RMSNorm
+from model.ops.dispatch import served
 from model.vision import Aligner, ImageTokens, TokenType, VisionTower, place_images
 
 __all__ = ["PackedTokens", "Policy", "PolicyAux", "PolicyOutput"]
@@ -123,6 +127,11 @@ class Policy(nn.Module):
         """The layers in order."""
         return list(self.layers)  # pyright: ignore[reportReturnType]
 
+    def set_recompute(self, value: bool) -> None:
+        """Whether activations of a layer are computed again in the backward pass and not kept."""
+        for block in self.blocks:
+            block.recompute = value
+
     def reset_parameters(self, seed: int) -> None:
         """Fill all weights from `seed`."""
         initialize(self, seed)
@@ -161,7 +170,7 @@ class Policy(nn.Module):
         rows = self._document_engram(tokens.token_ids, batch)
         embedded = self._embed(tokens.token_ids, tokens.images)
         streams, weights, routings = self._run(embedded, batch, rows, None, options)
-        hidden = _first(self.norm(collapse(weights, streams)), batch.total)
+        hidden = _first(self._head_input(streams, weights), batch.total)
         image, experts = batch.image, self.config.n_routed_experts
         aux = PolicyAux(
             expert_load=expert_load(routings, experts, None if image is None else ~image),
@@ -183,6 +192,8 @@ class Policy(nn.Module):
         weight: Tensor = self.head.weight  # pyright: ignore[reportAssignmentType]
         if frozen:
             weight = weight.detach()
+        if served(hidden):
+            return wide_linear(hidden, weight)
         if hidden.dtype is torch.bfloat16:
             return matmul(hidden.float(), weight.float())
         return matmul(hidden, weight)
@@ -270,6 +281,13 @@ class Policy(nn.Module):
             )
         spans = cache.make_room(slot_list, length_list, None if decode_from is None else decode_from.tolist())
         self._check_spans(spans, None if replayed is None else replayed.tolist())
+        plain = new is None and images is None and choices is None and capture is None and trace is None
+        if plain and fused.decodes(self, cache, spans):
+            floors = [[span.floor for span in spans], [span.decoder_floor for span in spans]]
+            starts = [span.start for span in spans]
+            stepped = graphs_of(self, cache).step(slot_list, token_ids[:, 0], starts, floors)
+            cache.advance(slot_list, spans)
+            return stepped
         batch = Batch.of_cached(cache, slots, spans, self.config.sliding_window, trace)
         batch.keep_features = new is not None and self.mtp is not None
         batch.replay(self._checked(choices, batch), capture)
@@ -290,13 +308,19 @@ class Policy(nn.Module):
         rows = batch.decoder.rows[0]
         last = fill(rows.last)
         if new is not None:
-            new.hidden = self.norm(collapse(weights, streams))[: batch.decoder.total]
+            new.hidden = self._head_input(streams, weights)[: batch.decoder.total]
             new.features = batch.features
-        hidden = self.norm(collapse(weights[last], streams[last]))[: rows.count]
+        hidden = self._head_input(streams[last], weights[last])[: rows.count]
         if batch.decoder_rows is None:
             return hidden
         every = hidden.new_zeros(len(slot_list), self.config.hidden_size)
         return every.index_copy_(0, batch.decoder_rows, hidden)
+
+    def _head_input(self, streams: Tensor, weights: Tensor) -> Tensor:
+        """[T, d] from streams and the last A [T, n], or all coefficients where kernels ran."""
+        if weights.shape[1] == fused.COEFFICIENTS:
+            return fused.final(self, streams, weights)
+        return self.norm(collapse(weights, streams))
 
     def _check_spans(self, spans: list[Span], replayed: list[int] | None) -> None:
         if self.config.decoder_start is None and any(span.decoder_start > span.start for span in spans):
@@ -316,7 +340,7 @@ class Policy(nn.Module):
             choices.check(batch.total, len(self.layers), experts, chosen)
         return choices
 
-    def _complete(self, capture: Capture, chosen: list[Tensor]) -> None:
+    def complete(self, capture: Capture, chosen: list[Tensor]) -> None:
         """Put together what the layers chose; those that no token ran through chose nothing."""
         skipped = len(self.layers) - len(chosen)
         capture.expert_ids = torch.stack(chosen + [torch.full_like(chosen[0], FREE)] * skipped, dim=1)
@@ -343,6 +367,8 @@ class Policy(nn.Module):
         cache: PolicyCache | None,
         options: RunOptions,
     ) -> tuple[Tensor, Tensor, list[Routing]]:
+        if fused.applies(self, embedded, batch, options):
+            return fused.Pass(self, cache, options).run(embedded, batch, rows)
         n = self.config.hc_mult
         embedded, rows = fill(embedded), None if rows is None else fill(rows)
         for block in self.blocks:
@@ -380,7 +406,7 @@ class Policy(nn.Module):
             if batch.capture is not None:
                 chosen.append(batch.among_all(routing.expert_ids))
         if capture is not None:
-            self._complete(capture, chosen)
+            self.complete(capture, chosen)
         if features:
             whole.features = _first(torch.cat(features, dim=-1), batch.total)
             whole.record("main_hidden", whole.features)

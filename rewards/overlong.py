@@ -3,8 +3,8 @@
     r(l) = 0                                  for l <= max_length - buffer
            -(l - (max_length - buffer)) / buffer * penalty   beyond
 
-after Yu et al. 2025, eq. 13, where it is used with penalty 1. In the paper it stays at -penalty beyond the
-greatest length; `floor` says so, for without it longer samples pay ever more.
+after Yu et al. 2025, eq. 13, where it is used with penalty 1. Trainers let it go on rising beyond the
+greatest length; in the paper it stays at -penalty there, which `floor` says.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class OverlongConfig:
     max_length: int
     buffer: int
     penalty: float = 1.0
-    floor: bool = True
+    floor: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.buffer <= self.max_length:

@@ -37,6 +37,7 @@ class Host:
     def __init__(self) -> None:
         self._stack = AsyncExitStack()
         self._object: Any = None
+        self._closing: asyncio.Task[None] | None = None
 
     async def start(self, open_object: Open, *args: Any) -> int:
         """Opens the object and returns this process's id."""
@@ -49,8 +50,10 @@ class Host:
         return await result if inspect.isawaitable(result) else result
 
     async def stop(self) -> None:
-        """Closes the object."""
-        await self._stack.aclose()
+        """Closes the object; returns when it is closed, also for who comes second."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._stack.aclose())
+        await asyncio.shield(self._closing)
 
 
 class ActorHost:
@@ -224,7 +227,12 @@ class Cluster:
         options |= self.placement.options(bundle)
         actor: Any = ray.remote(ActorHost).options(**options).remote(str(self.log_folder / f"{role}.log"))
         process = ActorProcess(role, actor)
-        await process.start(open_object, *args)
+        try:
+            await process.start(open_object, *args)
+        except BaseException:  # nobody has it: it would open its object and keep it
+            with suppress(Exception):
+                await process.kill()
+            raise
         return process
 
 

@@ -10,14 +10,19 @@ from typing import Literal
 
 import torch
 
-from model.chat import ChatFormat, load_chat, nano_chat
+from model.chat import ChatFormat, TemplateChat, load_chat, nano_chat
 from model.checkpoint import load_policy
 from model.diagnostics.scales import ScaleMonitor
 from model.engine.speculative import Speculation
+from model.hf.folder import open_hf
+from model.hf.policy import HFPolicy
+from model.hf.tiny import tiny_model
+from model.policies import AnyPolicy
 from model.policy import Policy
 from model.vision import ImageTokens
 from rl.collective import CollectiveInbox
 from rl.engines.base import GenerateRequest, HistoryImages
+from rl.engines.images import image_reader
 from rl.engines.native import NativeEngine, Prefilled
 from rl.engines.prefixes import open_prefixes
 from rl.engines.roled import RoledEngine
@@ -32,8 +37,10 @@ from rl.serve.taps import Taps
 from rl.transports import Inbox
 
 
-def policy(config: RunConfig) -> Policy:
+def policy(config: RunConfig) -> AnyPolicy:
     """Returns the policy that the run starts from: a checkpoint folder's, or a preset's fresh weights."""
+    if config.policy.kind == "hf":
+        return _hf_policy(config)
     if config.model.path:
         return load_policy(Path(config.model.path))
     fresh = Policy(config.model.fresh())
@@ -41,10 +48,31 @@ def policy(config: RunConfig) -> Policy:
     return fresh
 
 
+def _hf_policy(config: RunConfig) -> HFPolicy:
+    if config.model.path:
+        return open_hf(Path(config.model.path), dtype=config.policy.dtype, lora=config.policy.lora)
+    dtype = getattr(torch, config.policy.dtype)
+    return HFPolicy(tiny_model(config.model.preset, config.run.seed).to(dtype))
+
+
 def chat_format(config: RunConfig) -> ChatFormat:
     """Returns the wording that belongs to the checkpoint; presets bring the one-token tags."""
     chat = load_chat(Path(config.model.path)) if config.model.path else nano_chat()
+    if isinstance(chat, TemplateChat):
+        chat = _template_chat(config, chat)
     return chat if config.effort.in_prompt else HiddenEffort(chat)
+
+
+def _template_chat(config: RunConfig, chat: TemplateChat) -> TemplateChat:
+    told = config.effort.in_prompt and (
+        len(config.effort.levels) > 1 or config.effort.distribution.kind in ("uniform", "log_uniform")
+    )
+    if told and not chat.tells_effort:
+        raise ValueError(
+            "the chat template of model.path says nothing of an effort (reasoning_effort), so the policy "
+            "cannot follow one: set effort=constant, or take a template that writes it down"
+        )
+    return chat.with_settings(config.policy.history, config.policy.thinking)
 
 
 def speculation(config: RunConfig) -> Speculation | None:
@@ -61,18 +89,24 @@ def use_threads(count: int) -> None:
 
 @asynccontextmanager
 async def open_generator(
-    config: RunConfig, token_log: Path, fleet_state: Path, owner: str, shared: Policy | None = None
+    config: RunConfig, token_log: Path, fleet_state: Path, owner: str, shared: AnyPolicy | None = None
 ) -> AsyncIterator[Generator]:
     """Opens the rollout process: engine, token log, a connection to the fleet, and workers.
 
     The engine's policy is `shared`, whose tensors somebody else changes between two tokens, or its own.
     """
     use_threads(config.launcher.generator_threads)
-    net, chat = shared or policy(config), chat_format(config)
-    net.fake_quant, net.exact = config.trainer.fake_quant, config.model.exact
     rollout = config.rollout
     wal = rollout.wal
     log = TokenLog(token_log, flush_ms=wal.flush_ms, fsync=wal.fsync, segment_bytes=wal.segment_bytes)
+    if config.engine.name == "vllm":
+        from rl.build_vllm import open_vllm_generator
+
+        async with open_vllm_generator(config, log, token_log, fleet_state, owner) as generator:
+            yield generator
+        return
+    net, chat = shared or policy(config), chat_format(config)
+    net.fake_quant, net.exact = config.trainer.fake_quant, config.model.exact
     prefixes = open_prefixes(
         config.engine.prefix_store,
         config.engine.prefix,
@@ -98,18 +132,19 @@ async def open_generator(
             prefix_store=store,
             role="decode" if config.launcher.prefill_replicas else "all",
             saved=SavedTurns(token_log / "turns", config.engine.persist_from),
+            stage_weights=config.engine.stage_weights,
             capture=config.trainer.replay_choices != "off",
             capture_selections=config.trainer.replay_choices == "selections",
         )
         roled = RoledEngine(native, caches=rollout.kv_on_update) if config.launcher.prefill_replicas else None
         engine = roled or native
-        door = AgentDoor(engine, taps, chat, rollout.max_total_tokens, served)
+        door = AgentDoor(engine, taps, chat, rollout.max_total_tokens, served, image_reader(net))
         pool = token_log.name
         workers = await open_workers(
             config, engine, chat, log, stack, fleet_state=fleet_state, owner=owner, pool=pool, door=door
         )
         every = config.engine.scales_every
-        scales = ScaleMonitor(net, every) if every else None
+        scales = ScaleMonitor(net, every) if every and isinstance(net, Policy) else None
         generator = Generator(workers, engine, log, rollout, scales)
         generator.persist = native.persist
         if config.launcher.weights == "collective":
@@ -152,6 +187,9 @@ async def open_helper(config: RunConfig, role: Literal["prefill", "encode"]) -> 
         pages=config.engine.pages,
         replay=config.engine.replay,
         role=role,
+        capture=config.trainer.replay_choices != "off",
+        capture_selections=config.trainer.replay_choices == "selections",
+        stage_weights=config.engine.stage_weights,
     )
     collective = config.launcher.weights == "collective"
     inbox = CollectiveInbox(engine, net.device) if collective else Inbox(engine)

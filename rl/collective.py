@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from rl.transports import Inbox, Parcel, Rendezvous, Source, StoredParcel, Target
+from rl.device_weights import DeviceSnapshot
+from rl.transports import Inbox, Parcel, Rendezvous, Snapshot, Source, StoredParcel, Target
 from rl.weights import TensorEntry, TransferError, TransferTimeoutError, WeightSnapshot
 
 _CHUNK = 256 << 20
@@ -33,7 +35,7 @@ class BroadcastParcel:
 
     version: int
     entries: tuple[TensorEntry, ...]
-    crc32: int
+    checksum: int
     size: int
 
     def open(self) -> WeightSnapshot:
@@ -61,18 +63,18 @@ class Group:
             else:
                 self._group = dist.ProcessGroupGloo(prefixed, place.rank, place.world, timeout)
 
-    def broadcast(self, buffer: np.ndarray, deadline_s: float) -> None:
-        """Sends `buffer` uint8 [bytes] from rank 0 into everyone's; blocks at most so long for each piece."""
+    def broadcast(self, buffer: Tensor, deadline_s: float) -> None:
+        """Sends `buffer` uint8 [bytes] on the device from rank 0 into everyone's; blocks at most so long."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
+        begun = time.monotonic()
         with _as_transfer("the broadcast of the weights did not end"):
-            for start in range(0, buffer.size, _CHUNK):
-                host = torch.from_numpy(buffer[start : start + _CHUNK])
-                piece = host.to(self._device)
-                options.timeout = timedelta(seconds=deadline_s)
-                self._group.broadcast([piece], options).wait(timedelta(seconds=deadline_s))
-                if piece is not host:
-                    host.copy_(piece)
+            for start in range(0, buffer.numel(), _CHUNK):
+                left = timedelta(seconds=max(begun + deadline_s - time.monotonic(), 1e-3))
+                options.timeout = left
+                self._group.broadcast([buffer[start : start + _CHUNK]], options).wait(left)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
 
 
 class CollectiveOutbox:
@@ -82,7 +84,7 @@ class CollectiveOutbox:
         self._source = source
         self._store: TCPStore | None = None
         self._group: Group | None = None
-        self._snapshot: WeightSnapshot | None = None
+        self._snapshot: WeightSnapshot | DeviceSnapshot | None = None
 
     def meet(self, deadline_s: float) -> str:
         """Opens a meeting point and returns its address, host:port; the group before is left."""
@@ -99,25 +101,28 @@ class CollectiveOutbox:
         self._group = await asyncio.to_thread(Group, place, device, self._store)
 
     def offer(self) -> tuple[int, int]:
-        """Packs the present weights."""
-        self._snapshot = WeightSnapshot.pack(*self._source())
-        return self._snapshot.version, self._snapshot.buffer.size
+        """Packs the present weights, on the device where they are."""
+        tensors, version = self._source()
+        on_host = next(iter(tensors.values())).device.type == "cpu"
+        self._snapshot = (WeightSnapshot if on_host else DeviceSnapshot).pack(tensors, version)
+        return version, self._snapshot.size
 
     def parcel(self) -> BroadcastParcel:
         """Returns what the next broadcast will bring."""
         assert self._snapshot is not None, "offer comes before parcel"
         snapshot = self._snapshot
-        return BroadcastParcel(snapshot.version, snapshot.entries, snapshot.crc32, snapshot.buffer.size)
+        return BroadcastParcel(snapshot.version, snapshot.entries, _checksum(snapshot), snapshot.size)
 
     def catch_up(self) -> StoredParcel:
         """Returns the newest weights themselves, for an engine that joins between two broadcasts."""
         assert self._snapshot is not None, "offer comes before catch_up"
-        return StoredParcel(self._snapshot)
+        snapshot = self._snapshot
+        return StoredParcel(snapshot if isinstance(snapshot, WeightSnapshot) else snapshot.on_host())
 
     async def deliver(self, deadline_s: float) -> None:
         """Broadcasts. Raises TransferError when a receiver does not take part."""
         assert self._group is not None and self._snapshot is not None, "join and offer come before deliver"
-        await asyncio.to_thread(self._group.broadcast, self._snapshot.buffer, deadline_s)
+        await asyncio.to_thread(self._group.broadcast, torch.as_tensor(self._snapshot.buffer), deadline_s)
 
 
 class CollectiveInbox(Inbox):
@@ -134,12 +139,18 @@ class CollectiveInbox(Inbox):
         self._group, self._deadline_s = None, place.deadline_s
         self._group = await asyncio.to_thread(Group, place, self._device)
 
-    def _open(self, parcel: Parcel) -> WeightSnapshot:
+    def _open(self, parcel: Parcel) -> Snapshot:
         if self._group is None or not isinstance(parcel, BroadcastParcel):
             return parcel.open()
-        buffer = np.zeros(parcel.size, np.uint8)
+        buffer = torch.zeros(parcel.size, dtype=torch.uint8, device=self._device)
         self._group.broadcast(buffer, self._deadline_s)
-        return WeightSnapshot(parcel.version, parcel.entries, buffer, parcel.crc32)
+        if self._device.type == "cpu":
+            return WeightSnapshot(parcel.version, parcel.entries, buffer.numpy(), parcel.checksum)
+        return DeviceSnapshot(parcel.version, parcel.entries, buffer, parcel.checksum)
+
+
+def _checksum(snapshot: WeightSnapshot | DeviceSnapshot) -> int:
+    return snapshot.crc32 if isinstance(snapshot, WeightSnapshot) else snapshot.checksum
 
 
 def _connect(address: str, timeout: timedelta) -> Store:

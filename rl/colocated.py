@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from envs.types import Trajectory
-from model.policy import Policy
+from model.policies import AnyPolicy
 from rl import build
 from rl.checkpoint import Checkpoint
 from rl.engines.native import NativeEngine
@@ -118,7 +118,7 @@ class Colocated:
             self._held_up_s = time.monotonic() - started
 
 
-def share_tensors(policy: Policy, owner: Policy) -> None:
+def share_tensors(policy: AnyPolicy, owner: AnyPolicy) -> None:
     """Makes the weights of `policy` those of `owner`, the same memory; their switches stay their own."""
     policy.load_state_dict(owner.state_dict(), strict=True, assign=True)
 

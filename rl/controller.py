@@ -119,17 +119,24 @@ class Controller:
                 self.receive(await self.generator.collect(_COLLECT_S))
                 if update is not None and update.done():
                     update = await update
-                if update is None and (batch := self.buffer.take(self.version)) is not None:
+                if update is None and (batch := self._next_batch()) is not None:
                     update = asyncio.create_task(self._update(batch))
             if update is not None:
                 await update  # the last step counts before it is on record and in a checkpoint
         finally:
-            if update is not None and not update.done():
+            if update is not None:
                 update.cancel()
+                await asyncio.gather(update, return_exceptions=True)
+
+    def _next_batch(self) -> Batch | None:
+        """Returns what the next step trains on; None when it waits for samples, or was the last step."""
+        return self.buffer.take(self.version) if self.version < self.plan.steps else None
 
     async def _dispatch(self) -> None:
         if self.look is not None:
             await self.look()
+        if self.version >= self.plan.steps:
+            return  # the last step ended meanwhile: what began now would train nothing
         for drop in self.buffer.take_dropped():
             self.dispatcher.drop(drop.id, drop.reason)
             self._forget(drop.group)
@@ -179,6 +186,8 @@ class Controller:
             )
             if ending is Ending.FINAL:
                 self.buffer.add(trajectory)
+            elif ending is Ending.RETRY:
+                self._used.append(key)  # the next attempt is what a resumed run asks for
 
     async def _update(self, batch: Batch) -> None:
         started = time.monotonic()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -180,3 +180,5 @@ class Crew:
                 await process.stop()
         except Exception as error:
             self.watch.note(f"the {process.role} did not stop cleanly ({type(error).__name__}: {error})")
+            with suppress(Exception):
+                await process.kill()  # its successor is to have its place and its token log

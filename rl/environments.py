@@ -9,11 +9,13 @@ from pathlib import Path
 import envs.registry
 import rewards
 from envs import scaffolds
+from envs.agents import inside
 from envs.base import Environment
 from model.chat import ChatFormat
 from rewards import unit_tests
 from rl.engines.base import Engine
 from rl.launch.config import RunConfig
+from rl.rollout.config import RolloutConfigError
 from rl.rollout.curriculum import CurriculumStream, load_curriculum
 from rl.rollout.dispatch import GroupPlan
 from rl.rollout.episode import Door
@@ -159,6 +161,11 @@ def _worker(
     door: Door | None,
 ) -> Worker:
     rollout, sandboxes = config.rollout, None
+    if inside(getattr(env, "agent", None)) and config.sandbox.url != "local":
+        raise RolloutConfigError(
+            f"the agent of {env.name!r} runs in a sandbox, which asks for the model on its own machine: set "
+            f"sandbox.url=local, not {config.sandbox.url}; or let it run on the host"
+        )
     if fleet is not None and env.sandbox is not None:
         lease_s = rollout.deadline_s + rollout.score_deadline_s + 60.0
         sandboxes = FleetSandboxes(

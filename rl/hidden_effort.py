@@ -7,6 +7,7 @@ the prompt gives it away.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from model.chat import ChatFormat, ParsedTurn, Prompt, StreamParser
@@ -50,6 +51,25 @@ class HiddenEffort(ChatFormat):
     def render_observation(self, messages: Sequence[Message]) -> list[int]:
         """Renders an observation."""
         return self._chat.render_observation(messages)
+
+    def rewrites_history(self, tools: Sequence[Tool]) -> bool:
+        """Whether earlier turns are rendered otherwise than they were sampled."""
+        return self._chat.rewrites_history(tools)
+
+    def rewrites(
+        self,
+        before: Sequence[Message],
+        new: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        effort: int | None = None,
+    ) -> bool:
+        """Whether turns are to be rendered anew."""
+        return self._chat.rewrites(before, new, tools=tools)
+
+    def save(self, folder: Path) -> None:
+        """Writes the format that is hidden."""
+        self._chat.save(folder)
 
     def render_assistant(self, message: Message, *, tools: Sequence[Tool] = ()) -> list[int]:
         """Renders a demonstration's turn."""

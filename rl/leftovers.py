@@ -69,7 +69,11 @@ def start_ticks(pid: int) -> int:
     Raises:
         FileNotFoundError: There is no such process.
     """
-    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except ProcessLookupError as error:  # it ended between the file's opening and its reading
+        raise FileNotFoundError(f"process {pid} has just ended") from error
+    return int(stat.rsplit(")", 1)[1].split()[19])
 
 
 def _name(process: psutil.Process) -> str:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from rl.actors import Process
 from rl.collective import CollectiveOutbox
-from rl.replicas import Replica, Replicas
+from rl.replicas import Replica, Replicas, at_once
 from rl.restarts import ProcessDiedError
 from rl.transports import Medium, ObjectStoreOutbox, Outbox, Rendezvous, SharedMemoryOutbox, Source
 from rl.weights import TransferError, TransferTimeoutError
@@ -111,7 +111,7 @@ class Publisher:
             ) from None
 
     async def _each(self, ask: Callable[[Replica], Awaitable[Any]]) -> list[Any]:
-        parts = await asyncio.gather(*(pool.each(ask) for pool in self._pools))
+        parts = await at_once(pool.each(ask) for pool in self._pools)
         return [answer for part in parts for answer in part]
 
     async def catch_up(self, replica: Replica) -> None:

@@ -107,6 +107,7 @@ class Recipe:
         if checkpoint is not None:
             await self._restore(controller, checkpoint)
         if checkpoint is None or "before" not in self.results:
+            await self._forget_samples()
             await self._imitate(controller)
             await self.learner.begin_learning()
             await self.publish()
@@ -118,6 +119,11 @@ class Recipe:
         await self._measure("after", version=controller.version)
         await self._measure_curve(controller.version)
         return Outcome(self._results("before"), self._results("after"), controller.version)
+
+    async def _forget_samples(self) -> None:
+        """Forgets samples of a later checkpoint that is damaged or gone: all of them are drawn anew."""
+        held = await self.generator.recover(0)
+        await self.generator.consumed([*(t.key for t in held.finished), *held.unfinished])
 
     def _controller(self) -> Controller:
         if not self.config.opd.teachers:
@@ -266,12 +272,13 @@ class Recipe:
             return
         await self.publish()
         recovered = await self.generator.recover(controller.version)
-        plan = plan_resume(controller.dispatcher, [recovered])
+        other = _of_other_tasks(controller, recovered)
+        plan = plan_resume(controller.dispatcher, [recovered.without(other)])
         controller.stream.pin([*(t.key for t in plan.receive), *plan.resubmit])
         for group in plan.groups:
             controller.announce(group)
         await self.learner.recovered(controller.dispatcher.cursor)
-        await self.generator.consumed(plan.forget)
+        await self.generator.consumed([*plan.forget, *other])
         controller.receive(plan.receive)
         await self.generator.resubmit(plan.resubmit)
         self.watch.note(
@@ -279,6 +286,8 @@ class Recipe:
             f"{len(plan.resubmit)} unfinished ones that go on at their next token, and {len(plan.forget)} "
             f"that the checkpoint had used; {recovered.lost_tokens} tokens were lost"
         )
+        if other:
+            self.watch.note(f"{len(other)} samples of tasks that their groups do not have now begin anew")
 
     def _results(self, when: str) -> dict[str, EvalResult]:
         flat = self.results[when]
@@ -287,6 +296,17 @@ class Recipe:
             name: EvalResult(**{k.split(".", 1)[1]: v for k, v in flat.items() if k.startswith(f"{name}.")})  # type: ignore[arg-type]
             for name in names
         }
+
+
+def _of_other_tasks(controller: Controller, recovered: Recovered) -> set[TrajectoryKey]:
+    """Samples of groups that the checkpoint does not know and that have another task now.
+
+    They began under a mix, say, that was changed after it and is not in force for these groups any more.
+    """
+    keys = recovered.beyond(controller.dispatcher.cursor)
+    controller.stream.pin(keys)
+    drawn = {group: controller.stream.draw(group) for group in dict.fromkeys(key.group for key in keys)}
+    return {key for key in keys if (key.task, key.effort) != (drawn[key.group][0].id, drawn[key.group][1])}
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ submitted again. So every sample comes out once, whoever dies, and no sample cha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from envs.types import Trajectory, TrajectoryKey
 from rl.actors import Process
@@ -23,17 +23,22 @@ from rl.rollout.resume import Recovered
 OpenReplica = Callable[[int], Awaitable[Process]]
 """Starts the process of a replica, by its number, on that replica's token log."""
 
+T = TypeVar("T")
 _Sample = tuple[Purpose, TrajectoryKey]
 
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One generator process, its successors included; `running` are its samples (None: known to its log)."""
+    """One generator process, its successors included; `running` are its samples (None: known to its log).
+
+    `logged` are samples of its log that nobody goes on with yet.
+    """
 
     index: int
     process: Process
     generation: int = 0
     running: dict[_Sample, Assignment | None] = field(default_factory=dict)
+    logged: set[TrajectoryKey] = field(default_factory=set)
     recovered: list[Trajectory] = field(default_factory=list)
     poll: asyncio.Task[list[Trajectory]] | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -46,11 +51,6 @@ class Replica:
                     del self.running[sample]
                     break
         return list(trajectories)
-
-    def forget_logged(self, keep: Callable[[_Sample], bool]) -> None:
-        """Forgets samples that are known to the log alone, but those to keep."""
-        for sample in [s for s, assignment in self.running.items() if assignment is None and not keep(s)]:
-            del self.running[sample]
 
 
 class Replicas:
@@ -95,7 +95,7 @@ class Replicas:
             home = homes.setdefault(group, min(loads, key=lambda i: (loads[i], i)))
             loads[home] += 1
             shares.setdefault(home, []).append(assignment)
-        await asyncio.gather(*(self._submit(self.replicas[i], share) for i, share in shares.items()))
+        await at_once(self._submit(self.replicas[i], share) for i, share in shares.items())
 
     async def collect(self, max_wait_s: float) -> list[Trajectory]:
         """Returns finished samples of all replicas, waiting at most `max_wait_s` for the first."""
@@ -110,22 +110,18 @@ class Replicas:
 
     async def interrupt(self) -> list[Trajectory]:
         """Stops all samples at a token boundary and returns those that had finished."""
-        ended = await self._all("interrupt")
-        found = [t for replica, part in zip(self.replicas, ended, strict=True) for t in replica.take(part)]
+        await at_once(self._interrupt(replica) for replica in self.replicas)
         polls = [replica.poll for replica in self.replicas if replica.poll is not None]
         if polls:
             await asyncio.wait(polls)
-        found += [trajectory for replica in self.replicas for trajectory in self._polled(replica)]
-        for replica in self.replicas:
-            replica.running.clear()
-        return found
+        return [trajectory for replica in self.replicas for trajectory in self._polled(replica)]
 
     async def recover(self, version: int) -> Recovered:
         """Returns what all logs of earlier processes hold, and remembers which log holds what."""
         self._version = version
         parts: list[Recovered] = await self._all("recover", version)
         for replica, part in zip(self.replicas, parts, strict=True):
-            replica.running |= {(Purpose.TRAIN, key): None for key in part.unfinished}
+            replica.logged = set(part.unfinished)
         return Recovered(
             tuple(t for part in parts for t in part.finished),
             tuple(key for part in parts for key in part.unfinished),
@@ -135,21 +131,18 @@ class Replicas:
 
     async def resubmit(self, keys: Sequence[TrajectoryKey]) -> None:
         """Goes on with recovered samples, each in the replica whose log holds it."""
-        wanted = {(Purpose.TRAIN, key) for key in keys}
 
         async def go_on(replica: Replica) -> None:
             async with replica.lock:
-                replica.forget_logged(wanted.__contains__)
-                own = [key for purpose, key in replica.running if (purpose, key) in wanted]
+                own = [key for key in keys if key in replica.logged]
+                replica.logged.clear()
+                replica.running |= {(Purpose.TRAIN, key): None for key in own}
                 await self._under_lock(replica, "resubmit", own)
 
-        await asyncio.gather(*(go_on(replica) for replica in self.replicas))
+        await at_once(go_on(replica) for replica in self.replicas)
 
     async def consumed(self, keys: Sequence[TrajectoryKey]) -> None:
         """Lets all token logs forget samples."""
-        gone = {(Purpose.TRAIN, key) for key in keys}
-        for replica in self.replicas:
-            replica.forget_logged(lambda sample: sample not in gone)
         await self._all("consumed", list(keys))
 
     async def stats(self) -> dict[str, float]:
@@ -185,7 +178,7 @@ class Replicas:
                     await self._succeed(replica, death)
                     return None
 
-        return list(await asyncio.gather(*(one(replica) for replica in self.replicas)))
+        return await at_once(one(replica) for replica in self.replicas)
 
     async def stop(self) -> None:
         """Ends the polls; the processes stay their owner's to stop."""
@@ -199,7 +192,7 @@ class Replicas:
         return [r for r in self.replicas if not r.lock.locked()] or self.replicas
 
     async def _all(self, name: str, *args: Any) -> list[Any]:
-        return list(await asyncio.gather(*(self._ask(replica, name, *args) for replica in self.replicas)))
+        return await at_once(self._ask(replica, name, *args) for replica in self.replicas)
 
     async def _ask(self, replica: Replica, name: str, *args: Any) -> Any:
         """Calls a method that may be called again; a dead replica's successor answers."""
@@ -222,22 +215,37 @@ class Replicas:
         except ProcessDiedError as death:
             await self._succeed(replica, death)
 
+    async def _interrupt(self, replica: Replica) -> None:
+        """Stops its samples, those of a successor that is just being made too; one that follows has none."""
+        async with replica.lock:
+            while True:
+                try:
+                    ended = await replica.process.call("interrupt")
+                    break
+                except ProcessDiedError as death:
+                    await self._succeed(replica, death)
+            replica.recovered += replica.take(ended)
+            replica.running.clear()
+
     async def _poll(self, replica: Replica, max_wait_s: float) -> list[Trajectory]:
         generation = replica.generation
         try:
-            return await replica.process.call("collect", max_wait_s)
+            found = await replica.process.call("collect", max_wait_s)
         except ProcessDiedError as death:
             await self._replace(replica, generation, death)
             return []
+        # Noted at once, as a successor takes over what is not; it has what comes from the dead only now.
+        return replica.take(found) if replica.generation == generation else []
 
-    def _polled(self, replica: Replica) -> Iterator[Trajectory]:
-        if replica.poll is None or not replica.poll.done():
-            return
-        poll, replica.poll = replica.poll, None
-        found, replica.recovered = [*replica.take(poll.result()), *replica.recovered], []
+    def _polled(self, replica: Replica) -> list[Trajectory]:
+        """What a replica has given since, and what its successor found in the log."""
+        found, replica.recovered = replica.recovered, []
+        if replica.poll is not None and replica.poll.done():
+            poll, replica.poll = replica.poll, None
+            found = [*poll.result(), *found]
         if found:
             self._restarts.progress(replica.process.role)
-        yield from found
+        return found
 
     async def _replace(self, replica: Replica, generation: int, death: BaseException) -> None:
         """Replaces the process of `generation`, unless that has been done."""
@@ -261,6 +269,8 @@ class Replicas:
                 await self._take_over(replica)
                 return
             except ProcessDiedError as again:
+                if again.role != role:
+                    raise  # it waits for another that is dead: that one's owner sees to it
                 death = again
 
     async def _take_over(self, replica: Replica) -> None:
@@ -283,6 +293,16 @@ class Replicas:
     def published(self, version: int) -> None:
         """Notes the newest version, up to which a successor believes what its log says of versions."""
         self._version, self.version_published = version, True
+
+
+async def at_once(work: Iterable[Awaitable[T]]) -> list[T]:
+    """Does work at once; when a part fails, the others come to their end first: none goes on unseen."""
+    results: list[T] = []
+    for result in await asyncio.gather(*work, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
+        results.append(result)
+    return results
 
 
 def _total(name: str, values: Sequence[float]) -> float:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
-import psutil
 from torch import Tensor
 
 from rl.weights import TensorEntry, TransferError, WeightSnapshot
@@ -34,6 +33,28 @@ class Rendezvous:
     rank: int
     world: int
     deadline_s: float
+
+
+class Snapshot(Protocol):
+    """One version of the weights, here."""
+
+    @property
+    def version(self) -> int:
+        """The version of the weights."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        ...
+
+    def verify(self) -> None:
+        """Raises WeightsError when it arrived damaged."""
+        ...
+
+    def tensors(self, *, verify: bool = True) -> Mapping[str, Tensor]:
+        """Returns the weights by name, to be copied before this object is dropped."""
+        ...
 
 
 class Parcel(Protocol):
@@ -103,14 +124,14 @@ class Inbox:
             here = time.monotonic()
             await self._target.load_weights(snapshot.tensors(verify=False), snapshot.version)
             pause = self._target.stats()["pause_seconds"]
-            return {"transfer_s": here - started, "pause_s": pause, "bytes": float(snapshot.buffer.size)}
+            return {"transfer_s": here - started, "pause_s": pause, "bytes": float(snapshot.size)}
 
-    def _checked(self, parcel: Parcel) -> WeightSnapshot:
+    def _checked(self, parcel: Parcel) -> Snapshot:
         snapshot = self._open(parcel)
         snapshot.verify()
         return snapshot
 
-    def _open(self, parcel: Parcel) -> WeightSnapshot:
+    def _open(self, parcel: Parcel) -> Snapshot:
         return parcel.open()
 
 
@@ -223,6 +244,8 @@ class _MemoryFile:
 
     def __init__(self, size: int) -> None:
         self.size, self.descriptor = size, -1
+        import psutil  # of the learner alone: receivers run without it
+
         if size > (free := psutil.virtual_memory().available):
             raise _no_memory(size, f"{free / 1e9:.2f} GB are free")
         self.descriptor = os.memfd_create("tempering-weights")

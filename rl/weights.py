@@ -52,17 +52,17 @@ class WeightSnapshot:
         cls, tensors: Mapping[str, torch.Tensor], version: int, out: Callable[[int], np.ndarray] | None = None
     ) -> WeightSnapshot:
         """Copies `tensors` (any device) into one host buffer: `out` of its size in bytes, else a new one."""
-        entries: list[TensorEntry] = []
-        offset = 0
-        for name, tensor in tensors.items():
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            entries.append(TensorEntry(name, dtype, tuple(tensor.shape), offset))
-            offset += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
-        buffer = np.zeros(offset, dtype=np.uint8) if out is None else out(offset)
+        entries, size = layout(tensors)
+        buffer = np.zeros(size, dtype=np.uint8) if out is None else out(size)
         for entry, tensor in zip(entries, tensors.values(), strict=True):
             raw = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
             buffer[entry.offset : entry.offset + raw.size] = raw
-        return cls(version, tuple(entries), buffer, zlib.crc32(buffer.data))
+        return cls(version, entries, buffer, zlib.crc32(buffer.data))
+
+    @property
+    def size(self) -> int:
+        """Bytes of the buffer."""
+        return self.buffer.size
 
     def verify(self) -> None:
         """Raises WeightsError when the buffer does not match its checksum."""
@@ -81,10 +81,22 @@ class WeightSnapshot:
             self.verify()
         # A received buffer may be read-only shared memory; the views are only ever copied from.
         data = self.buffer if self.buffer.flags.writeable else self.buffer.copy()
-        return {entry.name: _view(torch.from_numpy(data), entry) for entry in self.entries}
+        return {entry.name: view(torch.from_numpy(data), entry) for entry in self.entries}
 
 
-def _view(data: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+def layout(tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[TensorEntry, ...], int]:
+    """Where tensors lie in one buffer, one after the other, aligned; and the buffer's bytes."""
+    entries: list[TensorEntry] = []
+    offset = 0
+    for name, tensor in tensors.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        entries.append(TensorEntry(name, dtype, tuple(tensor.shape), offset))
+        offset += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
+    return tuple(entries), offset
+
+
+def view(data: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+    """A tensor in a buffer uint8 [bytes]."""
     dtype = getattr(torch, entry.dtype)
     count = int(np.prod(entry.shape, dtype=np.int64))
     return data[entry.offset : entry.offset + count * dtype.itemsize].view(dtype).view(entry.shape)

@@ -19,6 +19,9 @@ _CPU_OVERCOMMIT = 256
 """Nine in ten use less than a twentieth of the cores they may, and groups start by the hundred."""
 
 
+_STARTS_PER_CORE = 8
+"""An engine takes no more on quiet cores; on busy ones each start that is under way has a share of them."""
+
 _LEAST = {
     "cpus": 0.01, "memory_bytes": 8 << 20, "pids": 4, "tmpfs_bytes": 1 << 12, "tmpfs_inodes": 16,
     "open_files": 16,
@@ -53,7 +56,7 @@ class NodeLimits:
     memory_bytes: int = 0
     reserve_bytes: int = 256 << 20
     starting: int = 256
-    starts_at_once: int = 4
+    starts_at_once: int = _STARTS_PER_CORE * (os.cpu_count() or 1)
     cpus: float = 0.0
     pids: int = 0
     reserve_disk_bytes: int = 256 << 20
@@ -83,8 +86,7 @@ def admit(
     if len(starting) >= limits.starting:
         raise RefusedError(f"{len(starting)} sandboxes are being started; try again", "start_rate")
     _admit_sums(limits, spec, (*held, *starting, spec))
-    if (room := shutil.disk_usage(state_dir).free) < limits.reserve_disk_bytes:
-        raise RefusedError(f"the disk of {state_dir} has only {room >> 20} MiB left", "disk")
+    check_disk(limits, state_dir)
     total = sum(s.limits.memory_bytes for s in (*held, *starting, spec))
     if total > budget:
         raise RefusedError(
@@ -93,6 +95,16 @@ def admit(
         )
     if (free := _meminfo("MemAvailable")) < limits.reserve_bytes:
         raise RefusedError(f"the machine has only {free >> 20} MiB of memory left", "memory")
+
+
+def check_disk(limits: NodeLimits, state_dir: Path) -> None:
+    """Returns when something more may be kept where the state folder is.
+
+    Raises:
+        RefusedError: What is free there is the reserve (`disk`).
+    """
+    if (room := shutil.disk_usage(state_dir).free) < limits.reserve_disk_bytes:
+        raise RefusedError(f"the disk of {state_dir} has only {room >> 20} MiB left", "disk")
 
 
 def _check_limits(spec: SandboxSpec) -> None:

@@ -24,6 +24,9 @@ MAX_RATIO, _FREE = 200, 8 << 20
 _DICTIONARY = 80 << 20
 """Memory for unpacking an xz, enough for what its strongest preset makes; a header can ask for gigabytes."""
 
+_SAID = 1 << 20
+"""Bytes that a tar may say about one entry, its name among them, beside its header."""
+
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _BROKEN = (
     tarfile.TarError,
@@ -107,8 +110,21 @@ _OPENERS: dict[bytes, Callable[[IO[bytes]], Iterator[bytes]]] = {
 }
 
 
+class _Pieces:
+    """A file of which little is read at once, as `tarfile` takes whole what is said of an entry."""
+
+    def __init__(self, file: IO[bytes]):
+        self._file, self.seek, self.tell = file, file.seek, file.tell
+
+    def read(self, size: int = -1) -> bytes:
+        """Reads a piece."""
+        if not 0 <= size <= _SAID:
+            raise UnsafeTreeError(f"the archive says {size} bytes about an entry, which is not 0 to {_SAID}")
+        return self._file.read(size)
+
+
 def _tar(file: IO[bytes], checker: Checker) -> Iterator[Item]:
-    with tarfile.open(fileobj=file, mode="r:") as tar:
+    with tarfile.open(fileobj=cast("IO[bytes]", _Pieces(file)), mode="r:") as tar:
         for member in tar:
             name = member.name[2:] if member.name.startswith("./") else member.name
             kind = (

@@ -5,6 +5,7 @@ Commands and files are not in it, only the digest by which a sandbox's journal k
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -34,7 +35,9 @@ class Audit:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1e6):06d}Z"
         line = json.dumps({"time": stamp, **fields}, separators=(",", ":")).encode() + b"\n"
         try:
-            os.write(self._file(), line)
+            if os.write(self._file(), line) < len(line):
+                self.close()
+                raise OSError(errno.ENOSPC, "the disk is full")
         except OSError as error:
             _LOG.error("the audit log %s cannot be written: %s", self._path, error.strerror)
 
@@ -43,8 +46,11 @@ class Audit:
             return sys.stderr.fileno()
         if self._fd < 0 or not self._path.exists() or self._path.stat().st_ino != self._inode:
             self.close()
-            self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            self._inode = os.fstat(self._fd).st_ino
+            self._fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            about = os.fstat(self._fd)
+            self._inode = about.st_ino
+            if about.st_size and os.pread(self._fd, 1, about.st_size - 1) != b"\n":
+                os.write(self._fd, b"\n")  # a full disk or a loss of power cut the last line off
         return self._fd
 
     def close(self) -> None:

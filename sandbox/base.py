@@ -6,6 +6,7 @@ What a backend lacks is told by `Fleet.capabilities`, and asking for it is a `Po
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -13,7 +14,7 @@ from sandbox.policy import Denial
 from sandbox.process import Process
 from sandbox.shell import Shell
 from sandbox.stream import Stream
-from sandbox.types import ExecResult, FileInfo
+from sandbox.types import Ear, ExecResult, FileInfo
 
 
 class Sandbox(Protocol):
@@ -140,6 +141,10 @@ class Sandbox(Protocol):
 
     async def denials(self) -> list[Denial]:
         """Returns what did not pass the sandbox's network."""
+        ...
+
+    def hear(self) -> AbstractContextManager[Ear]:
+        """Listens to what the sandbox asks of `sandbox.policy.OWNER_HOST`, until it is left."""
         ...
 
     async def snapshot(self) -> str:

@@ -63,7 +63,7 @@ class Births:
         self.undoing: set[str] = set()
         self.ahead: dict[str, tuple[str, Limits]] = {}
         self._starts = asyncio.Semaphore(node.limits.starts_at_once)
-        self._turns = Turns()
+        self.turns = Turns()
 
     async def create(
         self,
@@ -94,8 +94,8 @@ class Births:
         """
         if not key:
             return await self._create(owner, backend, spec, "", snapshot, shares)
-        async with self._turns.of(owner, key):
-            made = await self._known(owner, key)
+        async with self.turns.of(owner, key):
+            made = await self._known(owner, key, shares)
             return made or await self._create(owner, backend, spec, key, snapshot, shares)
 
     async def claim(
@@ -125,8 +125,8 @@ class Births:
             LostError: Of the group of this key not all are there any more.
         """
         keys = [f"{key}/{number}" if key else "" for number in range(size(count, "claim"))]
-        async with self._turns.of(owner, f"{key}/") if key else contextlib.nullcontext():
-            made = [await self._known(owner, name) for name in keys if name]
+        async with self.turns.of(owner, f"{key}/") if key else contextlib.nullcontext():
+            made = [await self._known(owner, name, shares) for name in keys if name]
             if here := [box for box in made if box is not None]:
                 if len(here) == count:
                     return here
@@ -154,7 +154,7 @@ class Births:
 
         return await self._whole(owner, [one(key) for key in keys])
 
-    async def _known(self, owner: str, key: str) -> Box | None:
+    async def _known(self, owner: str, key: str, shares: Sequence[Share]) -> Box | None:
         """Returns what was made for an owner under a key; what was lost with its node is made anew."""
         for box in self._node.living.values():
             if (box.owner, box.key) == (owner, key):
@@ -166,16 +166,10 @@ class Births:
                 f"sandbox {lost.sandbox}, made under the key {key!r}, was lost with its node and had no "
                 "journal to make it anew from: ask under another key"
             )
-        return (await self.attach(owner, lost.sandbox, replay=True))[0]
+        return (await self.attach(owner, lost.sandbox, shares, replay=True))[0]
 
     async def _create(
-        self,
-        owner: str,
-        backend: str,
-        spec: SandboxSpec,
-        key: str,
-        snapshot: str,
-        shares: Sequence[Share],
+        self, owner: str, backend: str, spec: SandboxSpec, key: str, snapshot: str, shares: Sequence[Share]
     ) -> Box:
         if snapshot:
             self._node.snapshots.get(snapshot, owner)
@@ -184,13 +178,7 @@ class Births:
         return await self._fresh(owner, backend, spec, key, snapshot, shares)
 
     async def _fresh(
-        self,
-        owner: str,
-        backend: str,
-        spec: SandboxSpec,
-        key: str,
-        snapshot: str,
-        shares: Sequence[Share],
+        self, owner: str, backend: str, spec: SandboxSpec, key: str, snapshot: str, shares: Sequence[Share]
     ) -> Box:
         with self._named(backend, spec) as box_id, self._place(box_id, owner, spec, shares):
             box = await self._start(box_id, box_id, owner, backend, spec)
@@ -201,23 +189,29 @@ class Births:
                 await _all(self._journal(box), self._node.leases.hold(self._lease(box)))
         return box
 
-    async def attach(self, owner: str, box_id: str, *, replay: bool) -> tuple[Box, Replay]:
+    async def attach(
+        self, owner: str, box_id: str, shares: Sequence[Share] = (), *, replay: bool
+    ) -> tuple[Box, Replay]:
         """Returns a sandbox of an owner's earlier client, and what it took to have it.
 
         Args:
             owner: Whose it is.
             box_id: Its id.
+            shares: What the owner's project may hold, with one that is made anew.
             replay: Whether one that is gone is made anew, in its next generation, from its journal.
 
         Raises:
             LostError: There is none (any more), or it is gone and `replay` was not asked for.
             JournalMismatchError: Replayed, a command ended in another way.
+            RefusedError: Made anew, it does not fit.
             JournalError: The journal is damaged or does not hold all commands.
         """
-        async with self._turns.of(owner, f"sandbox {box_id}"):
-            return await self._attach(owner, box_id, replay=replay)
+        async with self.turns.of(owner, f"sandbox {box_id}"):
+            return await self._attach(owner, box_id, shares, replay)
 
-    async def _attach(self, owner: str, box_id: str, *, replay: bool) -> tuple[Box, Replay]:
+    async def _attach(
+        self, owner: str, box_id: str, shares: Sequence[Share], replay: bool
+    ) -> tuple[Box, Replay]:
         box = self._node.living.get(box_id)
         if box is not None and box.owner == owner:
             if box.resident.fault is None:
@@ -232,15 +226,15 @@ class Births:
             )
         journal = await self._node.journals.reopen(box_id, owner)
         try:
-            return await self._renew(owner, journal)
+            return await self._renew(owner, journal, shares)
         except BaseException:
             self._node.journals.leave(box_id)
             raise
 
-    async def _renew(self, owner: str, journal: Journal) -> tuple[Box, Replay]:
+    async def _renew(self, owner: str, journal: Journal, shares: Sequence[Share]) -> tuple[Box, Replay]:
         box_id, spec = journal.head["sandbox"], spec_from(journal.head["spec"])
         name = f"{box_id}-g{journal.generation + 1}"
-        with self._place(name, owner, spec):
+        with self._place(name, owner, spec, shares):
             box = await self._start(box_id, name, owner, journal.head["backend"], spec)
             box.key, box.snapshot = journal.head["key"], journal.head["snapshot"]
             box.recorder = Recorder(journal)
@@ -409,7 +403,7 @@ class Births:
             for box in boxes:
                 self.unborn.remove(box)
 
-    async def _forget(self, box: Box, ending: asyncio.Task[None]) -> None:
+    async def _forget(self, box: Box, ending: asyncio.Future[None]) -> None:
         await ending
         await self._node.journals.remove(box.id, box.owner)
 

@@ -91,7 +91,7 @@ class Box:
         at_once = self.spec.limits.pids // _PROCESSES_A_COMMAND if self.capabilities.stateful else 1
         self.places = asyncio.Semaphore(max(at_once, 1))
         started, late_s = self.started, _LATE_S[self.spec.latency]
-        self.resident = Resident(started.reader, started.writer, started.kill, self._explain, late_s)
+        self.resident = Resident(started.channel, started.kill, self._explain, late_s)
         self.background = Background(self.resident, min(_MAX_PROCESSES, max(self.spec.limits.pids // 4, 1)))
 
     def _explain(self, fault: SandboxError) -> SandboxError:
@@ -144,7 +144,7 @@ class Box:
             UnknownOutcomeError: The command was under way when an earlier caller died.
         """
         self._check(command)
-        if not self.calm.is_set():
+        while not self.calm.is_set():  # another snapshot may begin before it is this command's turn
             await self.calm.wait()
         perform = functools.partial(self.perform, command, body, sink)
         if self.recorder is None or command["op"] in _UNRECORDED:
@@ -183,7 +183,7 @@ class Box:
         self.background.skip(self.recorder.journal.count("start", since))
         if (phase := phase_after(self.recorder.journal, since)) and self.started.gate is not None:
             self.started.gate.switch(phase)
-        return await replay(self.recorder.journal, self.perform, since)
+        return await replay(self.recorder.journal, self.perform, since, self.background.skip)
 
     async def perform(self, header: Header, body: bytes, sink: Sink | None = None) -> Outcome:
         """Runs a command without a word to the journal; waits for its turn."""
@@ -256,12 +256,13 @@ class Box:
             if not self.resident.clocks.held:
                 await self.resident.request({"op": "hold"}, timeout_s=_ASK_S)
                 self.resident.clocks.hold()
+                self.held_at = time.monotonic()  # also for who resumes it when this caller has gone
                 try:
                     await self.started.pause(True)
                 except (InfrastructureError, OSError):
+                    self.held_at = 0.0
                     await self._go_on()
                     raise
-                self.held_at = time.monotonic()
             self.used = time.monotonic()
 
     async def resume(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 
 from sandbox.errors import LostError, ProtocolError
 
-_SIZES = struct.Struct("!II")
+SIZES = struct.Struct("!II")
 MAX_HEADER = 1 << 18
 MAX_BODY = 64 << 20
 Header = dict[str, Any]
@@ -36,7 +36,7 @@ def encode(header: Mapping[str, Any], body: bytes = b"") -> bytes:
             f"a frame carries at most {MAX_HEADER} bytes of header and {MAX_BODY} of body, "
             f"not {len(text)} and {len(body)}: split the data"
         )
-    return _SIZES.pack(len(text), len(body)) + text + body
+    return SIZES.pack(len(text), len(body)) + text + body
 
 
 def _no_number(name: str) -> float:
@@ -56,16 +56,34 @@ async def read_frame(
         ProtocolError: The frame is too large, or its header is not a JSON object.
     """
     try:
-        head, size = _SIZES.unpack(await reader.readexactly(_SIZES.size))
-        if head > MAX_HEADER or size > allowed():
-            raise ProtocolError(f"a frame announces {head} bytes of header and {size} of body")
+        head, size = SIZES.unpack(await reader.readexactly(SIZES.size))
+        check_sizes(head, size, allowed)
         data = await reader.readexactly(head + size)
     except (asyncio.IncompleteReadError, ConnectionError) as error:
         raise LostError("the other end closed the channel") from error
+    return decode(data[:head]), data[head:]
+
+
+def check_sizes(head: int, size: int, allowed: Callable[[], int]) -> None:
+    """Returns when a frame of these sizes may come.
+
+    Raises:
+        ProtocolError: It is too large.
+    """
+    if head > MAX_HEADER or size > allowed():
+        raise ProtocolError(f"a frame announces {head} bytes of header and {size} of body")
+
+
+def decode(text: bytes) -> Header:
+    """Returns a header.
+
+    Raises:
+        ProtocolError: It is not a JSON object.
+    """
     try:
-        header: object = _DECODER.decode(data[:head].decode())
+        header: object = _DECODER.decode(text.decode())
     except (ValueError, RecursionError) as error:
         raise ProtocolError("a frame's header is not JSON") from error
     if not isinstance(header, dict):
         raise ProtocolError("a frame's header is not a JSON object")
-    return cast("Header", header), data[head:]
+    return cast("Header", header)

@@ -15,8 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from sandbox.channel import Header, encode, read_frame
+from sandbox.channel import Header, encode
 from sandbox.errors import InfrastructureError, LostError, SandboxError, from_wire
+from sandbox.frames import FrameProtocol
 from sandbox.node import READY, SOCKET
 from sandbox.versions import API, UNSAID, request_for, served
 
@@ -39,17 +40,22 @@ class Link(Protocol):
 
 
 class Connection:
-    """Requests of one client. A node that stays silent although asked for a sign of life counts as gone."""
+    """Requests of one client. A node that stays silent although asked for a sign of life counts as gone.
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
-        self._reader, self._writer = reader, writer
+    `state_dir` is the state folder of the node, when it is this machine's.
+    """
+
+    def __init__(self, channel: FrameProtocol):
+        self._channel = channel
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[tuple[Header, bytes]]] = {}
         self._sinks: dict[int, Callable[[int, bytes], None]] = {}
         self._fault: SandboxError | None = None
         self._version = API
         self._heard = time.monotonic()
-        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+        self._watching = asyncio.create_task(self._watch())
+        self.state_dir: Path | None = None
+        channel.listen(self._take, self._lost)
 
     @classmethod
     async def open(cls, path: Path) -> Connection:
@@ -58,7 +64,10 @@ class Connection:
         Raises:
             OSError: Nobody listens there.
         """
-        return cls(*await asyncio.open_unix_connection(path, limit=1 << 22))
+        loop = asyncio.get_running_loop()
+        connection = cls((await loop.create_unix_connection(FrameProtocol, str(path)))[1])
+        connection.state_dir = path.parent
+        return connection
 
     async def request(
         self, header: Header, body: bytes = b"", sink: Callable[[int, bytes], None] | None = None
@@ -85,14 +94,11 @@ class Connection:
         if sink is not None:
             self._sinks[number] = sink
         try:
-            self._writer.write(frame)
-            await self._writer.drain()
+            self._channel.write(frame)
             answer, data = await reply
         except asyncio.CancelledError:
-            self._writer.write(encode({"op": "cancel", "target": number, "id": next(self._ids)}))
+            self._channel.write(encode({"op": "cancel", "target": number, "id": next(self._ids)}))
             raise
-        except ConnectionError as error:
-            raise LostError("the sandbox node is gone") from error
         finally:
             self._waiting.pop(number, None)
             self._sinks.pop(number, None)
@@ -109,27 +115,23 @@ class Connection:
 
     async def close(self) -> None:
         """Ends the connection."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._writer.close()
-        with contextlib.suppress(ConnectionError):
-            await self._writer.wait_closed()
+        self._watching.cancel()
+        await asyncio.gather(self._watching, return_exceptions=True)
         self._fail(LostError("the fleet was closed"))
+        self._channel.close()
+        await self._channel.wait_closed()
 
-    async def _receive(self) -> None:
-        try:
-            while True:
-                header, body = await read_frame(self._reader)
-                self._heard = time.monotonic()
-                if "event" in header:
-                    self._pass_on(header, body)
-                    continue
-                reply = self._waiting.get(header["id"])
-                if reply is not None and not reply.done():
-                    reply.set_result((header, body))
-        except SandboxError as error:
-            self._fail(LostError(f"the sandbox node is gone ({error})"))
+    def _take(self, header: Header, body: bytes) -> None:
+        self._heard = time.monotonic()
+        if "event" in header:
+            self._pass_on(header, body)
+            return
+        reply = self._waiting.get(header["id"])
+        if reply is not None and not reply.done():
+            reply.set_result((header, body))
+
+    def _lost(self, fault: SandboxError) -> None:
+        self._fail(LostError(f"the sandbox node is gone ({fault})"))
 
     def _pass_on(self, header: Header, body: bytes) -> None:
         reply, sink = self._waiting.get(header["id"]), self._sinks.get(header["id"])
@@ -138,7 +140,7 @@ class Connection:
         try:
             sink(header["event"], body)
         except (SandboxError, OSError) as error:
-            self._writer.write(encode({"op": "cancel", "target": header["id"], "id": next(self._ids)}))
+            self._channel.write(encode({"op": "cancel", "target": header["id"], "id": next(self._ids)}))
             reply.set_exception(error)
 
     async def _watch(self) -> None:
@@ -148,7 +150,7 @@ class Connection:
             if silent > _SILENT_S and self._waiting:
                 self._fail(LostError(f"the sandbox node has been silent for {silent:.0f} s"))
             elif silent > _PING_S:
-                self._writer.write(encode({"op": "ping", "id": next(self._ids)}))
+                self._channel.write(encode({"op": "ping", "id": next(self._ids)}))
 
     def _fail(self, fault: SandboxError) -> None:
         self._fault = self._fault or fault

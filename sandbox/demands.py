@@ -6,7 +6,7 @@ from sandbox.channel import Header
 from sandbox.errors import PolicyError
 from sandbox.load import room_of
 from sandbox.placement import Demand
-from sandbox.shapes import MAX_LEASE_S, check_time
+from sandbox.shapes import MAX_LEASE_S, check_owner, check_time
 from sandbox.tokens import Principal
 from sandbox.types import SandboxSpec
 
@@ -21,8 +21,8 @@ def owner_of(header: Header) -> str:
     """
     owner = str(header["client"]["owner"])
     if not owner or ":" in owner or len(owner) > 200:
-        raise PolicyError(f"an owner's name has 1 to 200 characters and no colon: not {owner!r}")
-    return owner
+        raise PolicyError(f"an owner's name has 1 to 200 characters and no colon: not {owner[:200]!r}")
+    return check_owner(owner)
 
 
 def signed(who: Principal, header: Header) -> Header:

@@ -15,6 +15,8 @@ Version N reads N - 1, and rewrites the file as N when it opens it.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -106,7 +108,11 @@ class Journal:
 
     def _load(self) -> None:
         for offset, record, _, end in scan(self.path):
-            self._take(offset, record)
+            try:
+                self._take(offset, record)
+            except (KeyError, TypeError) as error:
+                what = f"has a record at byte {offset} that is none of a journal"
+                raise JournalError(f"the journal {self.path} {what}") from error
             self._end = end
         self.torn = os.fstat(self._fd).st_size - self._end
         if self.torn:
@@ -250,16 +256,18 @@ class Journal:
     def _append(self, record: Mapping[str, Any], body: bytes = b"") -> int:
         data, offset = encode(record, body), self._end
         try:
-            written = os.pwrite(self._fd, data, offset)
+            if os.pwrite(self._fd, data, offset) < len(data):
+                raise OSError(errno.ENOSPC, "the disk is full")
         except OSError as error:
-            raise JournalError(f"the journal {self.path} cannot be written: {error}") from error
-        if written < len(data):
-            raise JournalError(f"the journal {self.path} cannot be written: the disk is full")
-        self._end, self.dirty = offset + written, True
+            with contextlib.suppress(OSError):  # else the rest of it stands behind the next record
+                os.ftruncate(self._fd, offset)
+            raise JournalError(f"the journal {self.path} cannot be written: {error.strerror}") from error
+        self._end, self.dirty = offset + len(data), True
         return offset
 
     def _read(self, offset: int) -> tuple[Record, bytes]:
-        head, size, _ = RECORD.unpack(os.pread(self._fd, RECORD.size, offset))
+        sizes = os.pread(self._fd, RECORD.size, offset)
+        head, size, _ = RECORD.unpack(sizes.ljust(RECORD.size, b"\0"))
         found = decode(os.pread(self._fd, RECORD.size + head + size, offset))
         if found is None:
             raise JournalError(f"the journal {self.path} has changed at byte {offset}")

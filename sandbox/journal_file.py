@@ -27,6 +27,9 @@ VERSION = 2
 _VERSION = struct.Struct("!H")
 RECORD = struct.Struct("!III")
 START = len(MAGIC) + _VERSION.size
+_BEGIN = b'{"kind": '
+"""How the object of every record begins."""
+
 Record = dict[str, Any]
 
 
@@ -95,7 +98,11 @@ def decode(data: bytes | memoryview) -> tuple[Record, bytes] | None:
     content = data[RECORD.size : RECORD.size + head + size]
     if not head or len(content) < head + size or zlib.crc32(content, zlib.crc32(data[:8])) != checksum:
         return None
-    return cast("Record", json.loads(bytes(content[:head]))), bytes(content[head:])
+    try:
+        record: object = json.loads(bytes(content[:head]))
+    except (ValueError, RecursionError):
+        return None
+    return (cast("Record", record), bytes(content[head:])) if isinstance(record, dict) else None
 
 
 def version_of(data: bytes, path: Path, form: Form = JOURNAL) -> int:
@@ -152,13 +159,23 @@ def begun(path: Path) -> bool:
 
 
 def _torn(rest: memoryview) -> bool:
-    """Whether a record that cannot be read is the file's last: cut short, half on disk, or never written."""
-    if len(rest) < RECORD.size or not any(rest):
+    """Whether a record that cannot be read is the file's last: cut short, half on disk, or never written.
+
+    Zeros may stand behind it, as far as the file had grown. A whole record behind it says that it is not the
+    last, whatever length it claims.
+    """
+    data = bytes(rest)
+    if len(data) < RECORD.size or not data.strip(b"\0"):
         return True
-    head, size, _ = RECORD.unpack_from(rest)
-    if not head:
+    head, size, _ = RECORD.unpack_from(data)
+    if not head or data[RECORD.size + head + size :].strip(b"\0"):
         return False
-    return RECORD.size + head + size >= len(rest)
+    place = data.find(_BEGIN, RECORD.size + 1)
+    while place >= 0:
+        if decode(rest[place - RECORD.size :]) is not None:
+            return False
+        place = data.find(_BEGIN, place + 1)
+    return True
 
 
 def upgrade(path: Path) -> None:

@@ -109,7 +109,7 @@ class LeaseFile:
         try:
             for _, record, _, _ in scan(self.path, LEASES):
                 self._take(record)
-        except JournalError as error:
+        except (JournalError, KeyError, TypeError) as error:
             aside = self.path.with_suffix(".damaged")
             self.path.replace(aside)
             _LOG.error("%s; what stood behind counts as expired, the file is kept as %s", error, aside)

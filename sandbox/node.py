@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import ctypes
 import fcntl
+import functools
 import json
 import logging
 import os
@@ -20,20 +22,21 @@ import signal
 import sys
 import time
 from collections.abc import Coroutine, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sandbox import health
+from sandbox import health, owners
 from sandbox.admission import NodeLimits
 from sandbox.backends.base import Backend
 from sandbox.backends.registry import backends, choose
 from sandbox.births import Births
 from sandbox.box import Box
-from sandbox.channel import ByteReader
 from sandbox.egress import doors
 from sandbox.egress.gate import denied
 from sandbox.errors import InfrastructureError, LostError, SandboxError
+from sandbox.frames import FrameProtocol
 from sandbox.journals import Journals
 from sandbox.leases import LeaseFile
 from sandbox.load import load_of
@@ -46,6 +49,9 @@ from sandbox.warm_spec import WARM, Warm, read_warm
 
 SOCKET, RECORD, LOCK, READY = "node.sock", "node.json", "node.held", "ready"
 _REAP_S = 0.5
+_M_MMAP_THRESHOLD, _LARGE = -3, 1 << 18
+"""A setting of glibc (`mallopt`), and from what size memory is given back at once when it is freed."""
+
 _LOG = logging.getLogger("sandbox.node")
 
 
@@ -115,6 +121,7 @@ class Node:
         for one in self._wanted:
             await self.warm.want(OPERATOR, one.backend, one.spec, one.count)
         doors.sweep(self.state_dir)
+        owners.sweep(self.state_dir)
         server = await self._listen()
         if ready is not None:
             os.write(ready, READY.encode())
@@ -149,7 +156,9 @@ class Node:
     async def _listen(self) -> asyncio.Server:
         path = self.state_dir / SOCKET
         path.unlink(missing_ok=True)
-        server = await asyncio.start_unix_server(self._client, path, limit=1 << 22)
+        server = await asyncio.get_running_loop().create_unix_server(
+            functools.partial(FrameProtocol, self._meet), path
+        )
         path.chmod(0o600)
         record = {"pid": os.getpid(), "boot": self.boot}
         (self.state_dir / RECORD).write_text(json.dumps(record))
@@ -172,18 +181,18 @@ class Node:
             elif now - self._idle_since > self._idle_s:
                 self.stop.set()
 
-    async def _client(self, reader: ByteReader, writer: asyncio.StreamWriter) -> None:
+    def _meet(self, channel: FrameProtocol) -> None:
+        """Serves a client until it goes."""
         self._sessions += 1
-        session = Session(self, reader, writer)
-        try:
-            await session.serve()
-        except (LostError, ConnectionError):
-            pass
-        except SandboxError as error:
-            _LOG.warning("a client was cut off: %s", error)
-        finally:
+        session = Session(self, channel)
+
+        def lost(fault: SandboxError) -> None:
+            if not isinstance(fault, LostError):
+                _LOG.warning("a client was cut off: %s", fault)
             self._sessions -= 1
-            await session.end()
+            self.later(session.end())
+
+        channel.listen(session.take, lost)
 
     def join(self, name: str, lease_s: float) -> Owner:
         """Registers a client of an owner; a lease that an earlier one asked for is not made shorter."""
@@ -213,13 +222,13 @@ class Node:
         """Returns the ids of an owner's sandboxes."""
         return [box.id for box in self.living.values() if box.owner == owner]
 
-    def end(self, box: Box) -> asyncio.Task[None]:
-        """Begins to end a sandbox; returns what is done when it is gone."""
+    def end(self, box: Box) -> asyncio.Future[None]:
+        """Begins to end a sandbox; returns what is done when it is gone. To stop waiting stops nothing."""
         if self.living.get(box.id) is box:
             del self.living[box.id]
         self.fading.add(box.name)
         ending = self.ending[box.id] = self.later(self._ended(box))
-        return ending
+        return asyncio.shield(ending)
 
     async def _ended(self, box: Box) -> None:
         try:
@@ -246,16 +255,23 @@ class Node:
         return task
 
     async def close_box(self, box_id: str, owner: str) -> None:
-        """Ends a sandbox and deletes its journal; one that is gone already is fine."""
-        if (box := self.living.get(box_id)) is not None and box.owner == owner:
-            await self.end(box)
-        elif ending := self.ending.get(box_id):
-            await asyncio.shield(ending)
-        elif (lost := self.leases.lost.get(box_id)) is not None and lost.owner == owner:
-            await self._forget(box_id)
-        await self.journals.remove(box_id, owner)
+        """Ends a sandbox and deletes its journal; one that is gone already is fine.
 
-    def _release(self, name: str) -> list[asyncio.Task[None]]:
+        What was begun is finished, also when who asked for it goes away.
+        """
+        await asyncio.shield(self.later(self._closed(box_id, owner)))
+
+    async def _closed(self, box_id: str, owner: str) -> None:
+        async with self.births.turns.of(owner, f"sandbox {box_id}"):  # somebody may just be making it anew
+            if (box := self.living.get(box_id)) is not None and box.owner == owner:
+                await self.end(box)
+            elif ending := self.ending.get(box_id):
+                await asyncio.shield(ending)
+            elif (lost := self.leases.lost.get(box_id)) is not None and lost.owner == owner:
+                await self._forget(box_id)
+            await self.journals.remove(box_id, owner)
+
+    def _release(self, name: str) -> list[asyncio.Future[None]]:
         self.tenants.pop(name, None)
         self.warm.forget(name)
         return [self.end(box) for box in [box for box in self.living.values() if box.owner == name]]
@@ -325,6 +341,13 @@ def held(state_dir: Path) -> Generator[None]:
         yield
 
 
+def _give_back() -> None:
+    """Has what large bodies took go back when they are done with: glibc else keeps as much as it saw once."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE)
+
+
 def _detach(ready: int) -> None:
     """Makes this process nobody's child, in a session of its own: no client takes it along when it ends."""
     if os.fork():
@@ -337,14 +360,22 @@ def _detach(ready: int) -> None:
     os.set_inheritable(ready, False)
 
 
+def threads(limits: NodeLimits) -> int:
+    """Returns how many threads a node may have: as many as starts at once, and for what is written then."""
+    return limits.starts_at_once + 8
+
+
 async def _serve(
     state_dir: Path, limits: NodeLimits, times: tuple[float, float], warm: Sequence[Warm], ready: int | None
 ) -> None:
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(threads(limits), "node"))
     await Node(state_dir, limits, *times, warm).serve(ready)
 
 
 def main() -> None:
     """Runs a node until nobody needs it; with `--detach` says `ready` on stdout and goes on by itself."""
+    import uvloop  # only here: clients have this module too, and a loop of their own
+
     parser = argparse.ArgumentParser(prog="python -m sandbox.node", description=__doc__)
     parser.add_argument("state_dir", type=Path)
     parser.add_argument("--max-sandboxes", type=int, default=NodeLimits().sandboxes)
@@ -354,6 +385,7 @@ def main() -> None:
     parser.add_argument("--detach", action="store_true")
     arguments = parser.parse_args()
     os.umask(0o077)
+    _give_back()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     words = arguments.warm or [word for word in os.environ.get(WARM, "").split(":") if word]
     warm = [read_warm(word) for word in words]
@@ -363,7 +395,7 @@ def main() -> None:
         _detach(ready)
     with held(arguments.state_dir):
         times = (arguments.idle_s, arguments.reap_s)
-        asyncio.run(_serve(arguments.state_dir, limits, times, warm, ready))
+        uvloop.run(_serve(arguments.state_dir, limits, times, warm, ready))
 
 
 if __name__ == "__main__":

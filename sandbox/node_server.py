@@ -30,6 +30,7 @@ from sandbox.load import room_of
 from sandbox.placement import Room
 from sandbox.session import spec_from
 from sandbox.shapes import MAX_LEASE_S, check_time
+from sandbox.turns import Turns
 from sandbox.warm_spec import Warm, pool_id
 from sandbox.web import node_of
 from sandbox.wire import Sink
@@ -98,7 +99,7 @@ class NodeServer:
         self._control: Connection | None = None
         self._reaching = asyncio.Lock()
         self._owners: dict[str, _Owner] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._turns = Turns()
         self._flights: set[_Flight] = set()
         self._rates: dict[str, StartRate] = {}
         self._offers: dict[str, dict[str, bool]] = {}
@@ -135,7 +136,6 @@ class NodeServer:
             for name, owner in list(self._owners.items()):
                 if owner.connection.lost or (not owner.calls and now - owner.seen > self._absent_s):
                     await self._leave(name)
-            self._locks = {name: lock for name, lock in self._locks.items() if lock.locked()}
             try:
                 if now - self._probed > _PROBE_S or self._control is None or self._control.lost:
                     await self._probe()
@@ -232,7 +232,7 @@ class NodeServer:
             str(header["client"]["owner"]),
             check_time(header["client"]["lease_s"], "lease_s", 0.0, MAX_LEASE_S),
         )
-        async with self._locks.setdefault(name, asyncio.Lock()):
+        async with self._turns.of(name):
             if (known := self._owners.get(name)) is not None and known.connection.lost:
                 await self._leave(name)
             if (owner := self._owners.get(name)) is None:

@@ -15,7 +15,7 @@ import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 UNIT = "unit"
@@ -90,6 +90,21 @@ class NodeView:
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     draining: bool = False
     warm: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    def about(self) -> dict[str, Any]:
+        """Returns what operators are told of it, as JSON values."""
+        return {
+            "used": self.used, "capacity": self.capacity, "starting": self.starting,
+            "labels": dict(self.labels), "backends": sorted(self.backends), "draining": self.draining,
+            "warm": sum(self.warm.values()),
+        }  # fmt: skip
+
+    def amounts(self) -> dict[str, float]:
+        """Returns what is measured of it."""
+        return {
+            "sandboxes": self.used.sandboxes, "memory_bytes": self.used.memory_bytes,
+            "capacity": self.capacity.sandboxes, "starting": self.starting, "draining": self.draining,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,9 @@ from sandbox.errors import PolicyError
 TLS = "CONNECT"
 """The method of a tunnel: what is said in it is between the sandbox and the host, whose name is checked."""
 
+OWNER_HOST = "sandbox-owner.internal"
+"""No name of a network: what the sandbox's owner serves for it, on port 80 (`RemoteBox.hear`)."""
+
 METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE", TLS)
 REGISTRIES: Mapping[str, tuple[tuple[str, int], ...]] = {
     "pypi": (("pypi.org", 443), ("files.pythonhosted.org", 443)),
@@ -116,6 +119,8 @@ class Rule:
         object.__setattr__(self, "methods", _methods(self.methods))
         if type(self.port) is not int or not 0 < self.port < 65536:
             raise PolicyError(f"the port of {self.host} is a number from 1 to 65535, not {self.port!r}")
+        if self.host == OWNER_HOST and (self.port != 80 or TLS in self.methods):
+            raise PolicyError(f"{OWNER_HOST} is plain HTTP on port 80")
         if self.port == 443 and TLS not in self.methods:
             raise PolicyError(
                 f"port 443 of {self.host} is TLS, in which no method can be seen: "

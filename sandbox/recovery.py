@@ -118,12 +118,16 @@ class Replay:
 
 
 async def replay(
-    journal: Journal, run: Callable[[dict[str, Any], bytes], Awaitable[Outcome]], since: int = 0
+    journal: Journal,
+    run: Callable[[dict[str, Any], bytes], Awaitable[Outcome]],
+    since: int,
+    skip: Callable[[int], None],
 ) -> Replay:
     """Brings a fresh sandbox to where the journal ends: runs what finished after command `since` again.
 
     Commands that only read, that did not run or whose outcome is unknown are left out. Another output
-    is counted, as times and process numbers differ.
+    is counted, as times and process numbers differ. `skip` leaves out the numbers of so many background
+    processes: a start that is left out had one.
 
     Raises:
         JournalMismatchError: A command ended with another exit code: the sandbox is not the one it was.
@@ -131,11 +135,12 @@ async def replay(
     """
     count, differed = 0, list[int]()
     for seq, entry in journal.entries.items():
-        if seq <= since or not entry.result:
+        if seq <= since:
+            continue
+        if not entry.result or entry.operation in READS or journal.failed(seq):
+            skip(int(entry.operation == "start"))
             continue
         command, body = journal.command(seq)
-        if command["op"] in READS or journal.failed(seq):
-            continue
         before, now = journal.result(seq).result, (await run(command, body)).result
         if before.exit_code != now.exit_code:
             raise JournalMismatchError(

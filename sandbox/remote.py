@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
@@ -14,10 +15,11 @@ from sandbox.archives import read_archive
 from sandbox.calls import Call
 from sandbox.calls import run as run_call
 from sandbox.channel import MAX_BODY, Header
-from sandbox.connection import Link
+from sandbox.connection import Connection, Link
 from sandbox.errors import DiskFullError, FileError, LostError, PolicyError, UnknownOutcomeError
 from sandbox.making import make
 from sandbox.outcome import Outcome
+from sandbox.owners import hearing
 from sandbox.past import Past
 from sandbox.policy import Denial
 from sandbox.process import Process
@@ -25,7 +27,7 @@ from sandbox.recovery import Claim
 from sandbox.shell import Shell
 from sandbox.stream import Stream
 from sandbox.trees import Item, TreeLimits, TreeWriter, batches, read_tree
-from sandbox.types import ExecResult, FileInfo, Output
+from sandbox.types import Ear, ExecResult, FileInfo, Output
 
 MAX_OUTPUT = 16 << 20
 _FILE_TIMEOUT_S, _TREE_TIMEOUT_S = 60.0, 600.0
@@ -270,6 +272,21 @@ class RemoteBox:
         """
         reply, _ = await self._connection.request({"op": "denials", "box": self.id})
         return [Denial.of(denial) for denial in reply["denials"]]
+
+    def hear(self) -> AbstractContextManager[Ear]:
+        """Listens to what this sandbox asks of `sandbox.policy.OWNER_HOST`, until it is left.
+
+        It reaches that in phases with a rule for it, and nobody else does.
+
+        Raises:
+            PolicyError: Its node is not of this machine.
+        """
+        if not isinstance(self._connection, Connection) or self._connection.state_dir is None:
+            raise PolicyError(
+                "a sandbox asks its owner through a socket of its own machine, and this one is reached "
+                "through a front: use the node of this machine (url local)"
+            )
+        return hearing(self._connection.state_dir, self.id)
 
     async def snapshot(self) -> str:
         """Keeps the files of the sandbox; returns the name from which `Fleet.create` starts others.

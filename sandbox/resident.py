@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any
 
-from sandbox.channel import ByteReader, Header, encode, read_frame
+from sandbox.channel import Header, encode
 from sandbox.clocks import Clocks
 from sandbox.errors import LostError, ProtocolError, SandboxError
+from sandbox.frames import FrameProtocol
 
 _LATE_S = 5.0
 """An agent that says nothing so long after a command's deadline counts as dead."""
@@ -19,9 +19,6 @@ STATE = 1 << 18
 """Room for the state of a session."""
 
 Sink = Callable[[int, bytes], Awaitable[None]]
-_SMALL = 1 << 15
-"""What any channel takes at once; beyond it the agent has to read, in time."""
-
 _NOTE = 128
 """Room for the note in place of dropped output."""
 
@@ -42,18 +39,6 @@ _RANGES = {"exit_code": (0, 255), "signal": (1, 64)}
 """What numbers may be; infinities and what is not a number are in no range."""
 
 
-class ByteWriter(Protocol):
-    """Where frames go."""
-
-    def write(self, data: bytes) -> None:
-        """Queues bytes."""
-        ...
-
-    async def drain(self) -> None:
-        """Waits until the queue is short."""
-        ...
-
-
 class Resident:
     """One agent. The first fault of the channel ends all waiting commands and, by `kill`, the sandbox.
 
@@ -62,13 +47,12 @@ class Resident:
 
     def __init__(
         self,
-        reader: ByteReader,
-        writer: ByteWriter,
+        channel: FrameProtocol,
         kill: Callable[[], Awaitable[None]],
         explain: Callable[[SandboxError], SandboxError] = lambda fault: fault,
         late_s: float = _LATE_S,
     ):
-        self._reader, self._writer, self._kill, self._explain = reader, writer, kill, explain
+        self._channel, self._kill, self._explain = channel, kill, explain
         self._late_s = late_s
         self._ids, self._sequence = itertools.count(1), itertools.count(1)
         self._waiting: dict[int, asyncio.Future[tuple[Header, bytes]]] = {}
@@ -78,7 +62,8 @@ class Resident:
         self._cancelled: set[asyncio.Future[tuple[Header, bytes]]] = set()
         self._ending: asyncio.Task[None] | None = None
         self.fault: SandboxError | None = None
-        self._task = asyncio.create_task(self._receive())
+        self._passing: asyncio.Task[None] | None = None
+        channel.listen(self._take, self._lost, lambda: max(self._room.values(), default=0))
 
     async def request(
         self, header: Header, body: bytes = b"", *, timeout_s: float, sink: Sink | None = None
@@ -106,8 +91,7 @@ class Resident:
             self._sinks[number] = (sink, [limit, limit])
         self.clocks.start(reply, timeout_s + self._late_s)
         try:
-            async with asyncio.timeout(timeout_s + self._late_s) if len(body) > _SMALL else nullcontext():
-                await self._send({**header, "id": number}, body)
+            self._channel.write(encode({**header, "id": number}, body))
             return await reply
         except TimeoutError:
             await self._end(LostError(f"the sandbox did not answer within {timeout_s + self._late_s:.0f} s"))
@@ -138,7 +122,7 @@ class Resident:
         if self.fault is None and number in self._room:
             kill = next(self._ids)
             self._room[kill] = 0
-            self._writer.write(encode({"op": "kill", "target": number, "id": kill}))
+            self._channel.write(encode({"op": "kill", "target": number, "id": kill}))
             late: asyncio.Future[tuple[Header, bytes]] = asyncio.get_running_loop().create_future()
             self._waiting[number] = late
             self._cancelled.add(late)
@@ -150,28 +134,16 @@ class Resident:
         self._cancelled.discard(reply)
         reply.exception()  # nobody waits for it
 
-    async def _send(self, header: Header, body: bytes) -> None:
-        try:
-            self._writer.write(encode(header, body))
-            if len(body) > _SMALL:
-                await self._writer.drain()
-        except OSError as error:
-            await self._end(LostError(f"the sandbox is gone ({error})"))
+    def _take(self, header: Header, body: bytes) -> None:
+        if "event" in header:
+            self._pass_on(header, body)
+        else:
+            self._deliver(header, body)
 
-    async def _receive(self) -> None:
-        try:
-            while True:
-                header, body = await read_frame(self._reader, lambda: max(self._room.values(), default=0))
-                if "event" in header:
-                    await self._pass_on(header, body)
-                else:
-                    self._deliver(header, body)
-        except LostError:
-            await self._end(LostError("the sandbox ended by itself"))
-        except ProtocolError as error:
-            await self._end(error)
+    def _lost(self, fault: SandboxError) -> None:
+        self._begin_end(LostError("the sandbox ended by itself") if isinstance(fault, LostError) else fault)
 
-    async def _pass_on(self, header: Header, body: bytes) -> None:
+    def _pass_on(self, header: Header, body: bytes) -> None:
         number, which = header.get("id"), header["event"]
         if header.get("seq") != next(self._sequence):
             raise ProtocolError(f"output out of sequence: {header.get('seq')!r:.80}")
@@ -181,7 +153,15 @@ class Resident:
         if which not in (0, 1) or not 0 < len(body) <= left[which]:
             raise ProtocolError("more output than was asked for")
         left[which] -= len(body)
-        await sink(which, body)
+        self._channel.hold()
+        self._passing = asyncio.create_task(self._through(sink, which, body))
+
+    async def _through(self, sink: Sink, which: int, body: bytes) -> None:
+        """Hands output to its reader, for whom the rest of what the agent says waits."""
+        try:
+            await sink(which, body)
+        finally:
+            self._channel.go_on()
 
     def _deliver(self, header: Header, body: bytes) -> None:
         number = header.get("id")
@@ -194,17 +174,20 @@ class Resident:
             reply.set_result((header, body))
 
     async def _end(self, fault: SandboxError) -> None:
+        await asyncio.shield(self._begin_end(fault))
+
+    def _begin_end(self, fault: SandboxError) -> asyncio.Task[None]:
         if self._ending is None:
             self.fault = self._explain(fault)
             self._ending = asyncio.create_task(self._finish(self.fault))
-        await asyncio.shield(self._ending)
+        return self._ending
 
     async def _finish(self, fault: SandboxError) -> None:
         for reply in self._waiting.values():
             if not reply.done():
                 reply.set_exception(fault)
         await self._kill()
-        self._task.cancel()
+        self._channel.close()
 
 
 def check_result(header: Header, body: bytes, limit: int, extra: int = 0) -> Header:

@@ -90,10 +90,9 @@ class Front:
         self._operations: dict[str, Callable[..., Awaitable[_Reply]]] = {
             **dict.fromkeys(box, self._forward), "fork": self._fork, "forget": self._forward,
             "create": self._create, "hello": self._hello, "boxes": self._gather, "snapshots": self._gather,
-            "describe": self._describe,
-            "release": self._release, "present": self._present, "owners": self._owners, "ping": self._ping,
-            "stats": self._stats, "drain": self._drain, "claim": self._claim, "warm": self._warm,
-            "top": self._top,
+            "describe": self._describe, "release": self._release, "present": self._present,
+            "owners": self._owners, "ping": self._ping, "stats": self._stats, "drain": self._drain,
+            "claim": self._claim, "warm": self._warm, "top": self._top,
         }  # fmt: skip
 
     @property
@@ -149,10 +148,7 @@ class Front:
     def node_samples(self) -> Iterator[tuple[tuple[str, ...], float]]:
         """Yields what is known of the nodes, for the metrics."""
         for name, view in self.placer.nodes.items():
-            known = {"sandboxes": view.used.sandboxes, "memory_bytes": view.used.memory_bytes}
-            known |= {"capacity": view.capacity.sandboxes, "starting": view.starting}
-            known |= {"draining": view.draining, "down": self._nodes[name].down}
-            for what, value in known.items():
+            for what, value in {**view.amounts(), "down": self._nodes[name].down}.items():
                 yield (name, what), float(value)
 
     # --- nodes
@@ -221,7 +217,15 @@ class Front:
 
     async def _forward(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
         node = self._node(node_of(str(header.get("box") or header["snapshot"])))
-        return await node.caller.request(signed(who, header), body, sink)
+        if header["op"] != "attach":
+            return await node.caller.request(signed(who, header), body, sink)
+        try:  # it may be made anew, which the quota has to allow
+            return await node.caller.request(self._shared(node.name, who, header), body, sink)
+        except RefusedError as error:
+            if error.reason != "quota":
+                raise
+        await self._hear_anew(who)  # what has ended since the last heartbeats is not held any more
+        return await node.caller.request(self._shared(node.name, who, header), body, sink)
 
     async def _fork(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
         name, count = node_of(str(header["box"])), check_forks(header["count"])
@@ -265,7 +269,7 @@ class Front:
     ) -> _Reply:
         names = self._homes(who, demand, header)
         if (name := await self._found(who, header, header["key"], names)) is not None:
-            return await self._node(name).caller.request(signed(who, header), body, sink)
+            return await self._node(name).caller.request(self._shared(name, who, header), body, sink)
         refusal: SandboxError | None = None
         for name in names:
             try:
@@ -304,7 +308,7 @@ class Front:
         if header.get("key"):
             names = self._homes(who, demand, header)
             if (there := await self._found(who, header, f"{header['key']}/0", names)) is not None:
-                return await self._node(there).caller.request(signed(who, header), body, sink)
+                return await self._node(there).caller.request(self._shared(there, who, header), body, sink)
         await self._charge(who, room)
 
         async def send(name: str, claim: Header) -> _Reply:
@@ -361,9 +365,12 @@ class Front:
     async def _charge(self, who: Principal, room: Room) -> None:
         try:
             self._ledger.check(who.project, room, self.placer.paid, self.placer.payers)
-        except RefusedError:  # what has ended since the last heartbeats is not held any more
-            await asyncio.gather(*(self._refresh(name) for name in self._ledger.nodes(who.project)))
+        except RefusedError:
+            await self._hear_anew(who)
             self._ledger.check(who.project, room, self.placer.paid, self.placer.payers)
+
+    async def _hear_anew(self, who: Principal) -> None:
+        await asyncio.gather(*(self._refresh(name) for name in self._ledger.nodes(who.project)))
 
     async def _refresh(self, name: str) -> None:
         node = self._nodes[name]
@@ -461,16 +468,10 @@ class Front:
 
     async def _stats(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
         operate(who)
-        nodes = {name: self._about(view) for name, view in sorted(self.placer.nodes.items())}
+        views = sorted(self.placer.nodes.items())
+        nodes = {name: {**view.about(), "down": self._nodes[name].down} for name, view in views}
         unheard = sorted({*self._nodes} - {*nodes})
         return {"nodes": nodes, "unheard": unheard, "refusals": self.refusals, "repicks": self.repicks}, b""
-
-    def _about(self, view: NodeView) -> Header:
-        return {
-            "used": view.used, "capacity": view.capacity, "starting": view.starting,
-            "labels": dict(view.labels), "backends": sorted(view.backends), "draining": view.draining,
-            "down": self._nodes[view.name].down, "warm": sum(view.warm.values()),
-        }  # fmt: skip
 
     async def _drain(self, who: Principal, header: Header, body: bytes, sink: Sink) -> _Reply:
         operate(who)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 import os
@@ -12,11 +11,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from sandbox.about import describe
-from sandbox.channel import ByteReader, Header, encode, read_frame
+from sandbox.admission import check_disk
+from sandbox.channel import Header, encode
 from sandbox.errors import InfrastructureError, PolicyError, ProtocolError, SandboxError, to_wire
+from sandbox.frames import FrameProtocol
 from sandbox.policy import Network
 from sandbox.recovery import Claim
-from sandbox.shapes import MAX_LEASE_S, MAX_LIFE_S, check_forks, check_spec, check_time
+from sandbox.shapes import MAX_LEASE_S, MAX_LIFE_S, check_forks, check_owner, check_spec, check_time
 from sandbox.shares import shares_from
 from sandbox.types import Limits, SandboxSpec
 from sandbox.usage import rows
@@ -35,8 +36,8 @@ FALLBACKS = ("create", "refuse")
 class Session:
     """Serves one client; when it goes its commands are killed, and its owner's lease begins to run."""
 
-    def __init__(self, node: Node, reader: ByteReader, writer: asyncio.StreamWriter):
-        self._node, self._reader, self._writer = node, reader, writer
+    def __init__(self, node: Node, channel: FrameProtocol):
+        self._node, self._channel = node, channel
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._owner = ""
         self._lease: Owner | None = None
@@ -51,22 +52,19 @@ class Session:
             "top": self._top, "describe": self._describe, "denials": self._denials,
         }  # fmt: skip
 
-    async def serve(self) -> None:
-        """Reads requests until the client goes.
+    def take(self, header: Header, body: bytes) -> None:
+        """Begins to serve a request.
 
         Raises:
-            LostError: It has gone.
-            ProtocolError: It does not speak the protocol.
+            ProtocolError: It is none.
         """
-        while True:
-            header, body = await read_frame(self._reader)
-            number = header.get("id")
-            if not isinstance(number, int) or number in self._tasks:
-                raise ProtocolError(f"a request with the id {number!r}")
-            if header.get("op") == "cancel":
-                if task := self._tasks.get(header.get("target", 0)):
-                    task.cancel()
-                continue
+        number = header.get("id")
+        if not isinstance(number, int) or number in self._tasks:
+            raise ProtocolError(f"a request with the id {number!r}")
+        if header.get("op") == "cancel":
+            if task := self._tasks.get(header.get("target", 0)):
+                task.cancel()
+        else:
             self._tasks[number] = asyncio.create_task(self._answer(number, header, body))
 
     async def end(self) -> None:
@@ -77,7 +75,6 @@ class Session:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._lease is not None:
             self._lease.leave()
-        self._writer.close()
 
     async def _answer(self, number: int, header: Header, body: bytes) -> None:
         try:
@@ -85,14 +82,18 @@ class Session:
             frame = encode({**reply, "id": number}, data)
         except SandboxError as error:
             frame = encode({"error": to_wire(error), "id": number})
-        except (OSError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        except Exception as error:  # whatever it is, whoever asked waits for an answer
             _LOG.exception("request %s failed", header.get("op"))
             problem = InfrastructureError(f"the node failed: {type(error).__name__}: {error}")
             frame = encode({"error": to_wire(problem), "id": number})
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            problem = InfrastructureError("the node gave up what this waited for; ask again")
+            frame = encode({"error": to_wire(problem), "id": number})
         finally:
             self._tasks.pop(number, None)
-        self._writer.write(frame)
-        await self._writer.drain()
+        self._channel.write(frame)
 
     async def _perform(self, header: Header, body: bytes) -> _Reply:
         operation = self._operations.get(header.get("op", ""))
@@ -109,7 +110,7 @@ class Session:
             raise ProtocolError("a client has one owner")
         version = served(header.get("version", UNSAID))
         lease_s = check_time(header["lease_s"], "lease_s", 0.0, MAX_LEASE_S)
-        owner = str(header["owner"])
+        owner = check_owner(str(header["owner"]))
         self._lease = self._node.join(owner, lease_s)
         self._owner = owner
         capabilities = asdict(backend.capabilities())
@@ -160,7 +161,8 @@ class Session:
         return {"rows": await rows(self._node)}, b""
 
     async def _attach(self, header: Header, body: bytes) -> _Reply:
-        box, replayed = await self._node.births.attach(self._who(), header["box"], replay=header["replay"])
+        shares, replay = shares_from(header.get("shares", ())), bool(header["replay"])
+        box, replayed = await self._node.births.attach(self._who(), header["box"], shares, replay=replay)
         return {**self._about(box), **asdict(replayed)}, b""
 
     def _who(self) -> str:
@@ -176,9 +178,8 @@ class Session:
         return {**outcome.fields(), **self._leased(box)}, outcome.body()
 
     async def _ahead(self, number: int, which: int, data: bytes) -> None:
-        with contextlib.suppress(ConnectionError):
-            self._writer.write(encode({"event": which, "id": number}, data))
-            await self._writer.drain()
+        self._channel.write(encode({"event": which, "id": number}, data))
+        await self._channel.drain()
 
     async def _pause(self, header: Header, body: bytes) -> _Reply:
         box = self._node.box(header["box"], self._owner)
@@ -204,7 +205,9 @@ class Session:
         return {}, describe([self._node.box(name, self._owner) for name in names])
 
     async def _snapshot(self, header: Header, body: bytes) -> _Reply:
-        taken = await self._node.snapshots.take(self._node.box(header["box"], self._owner))
+        box = self._node.box(header["box"], self._owner)
+        check_disk(self._node.limits, self._node.state_dir)
+        taken = await self._node.snapshots.take(box)
         return {"snapshot": taken.id}, b""
 
     async def _snapshots(self, header: Header, body: bytes) -> _Reply:

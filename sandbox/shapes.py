@@ -23,7 +23,7 @@ MAX_LEASE_S = 7 * 86400.0
 _MAX_COMMAND_S = 7 * 86400.0
 _MAX_OUTPUT = 1 << 32
 _MAX_AMOUNT = 1 << 62
-_MAX_LABELS, _MAX_LABEL = 128, 1 << 16
+_MAX_LABELS, _MAX_LABEL, _MAX_OWNER = 128, 1 << 16, 1000
 _TEXTS = ("cwd", "path", "to", "base")
 _COUNTS = (
     "limit", "process", "offset", "number", "rows", "columns", "mode", "max_bytes", "max_entries", "at",
@@ -55,6 +55,19 @@ def check_spec(spec: SandboxSpec) -> SandboxSpec:
     if not isinstance(cast("object", spec.image), str) or not isinstance(cast("object", spec.journal), bool):
         raise PolicyError("an image has a name, which is a text, and a sandbox has a journal or has none")
     return spec
+
+
+def check_owner(name: str) -> str:
+    """Returns the name of an owner, which operators read in lists and logs.
+
+    Raises:
+        PolicyError: It has what a terminal or a log would obey, or is too long.
+    """
+    if not name.isprintable() or len(name) > _MAX_OWNER:
+        raise PolicyError(
+            f"an owner's name is printable text of at most {_MAX_OWNER} characters: {name[:60]!r}"
+        )
+    return name
 
 
 def check_forks(count: object) -> int:

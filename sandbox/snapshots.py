@@ -21,6 +21,7 @@ from typing import IO, Any
 
 from sandbox.box import Box
 from sandbox.errors import DiskFullError, FileError, LostError, UnsafeTreeError
+from sandbox.journal_file import sync_folder
 from sandbox.layers.upper import Upper
 from sandbox.layers.writable import Writable
 from sandbox.trees import Checker, Parser, TreeLimits, batches
@@ -69,10 +70,24 @@ class Snapshots:
                 self._unlink(name)
                 raise
             taken = Snapshot(name, box.owner, box.id, box.backend, asdict(box.spec), seq, box.snapshot)
-        draft = self._folder / f"{name}.draft"
-        draft.write_text(json.dumps(asdict(taken)))
-        draft.replace(self._folder / f"{name}.json")
+        recording = asyncio.create_task(asyncio.to_thread(self._record, taken))
+        try:
+            await asyncio.shield(recording)
+        except BaseException:
+            await asyncio.gather(recording, return_exceptions=True)
+            self._drop(name)
+            raise
         return taken
+
+    def _record(self, taken: Snapshot) -> None:
+        """Writes the record of a snapshot, when its files are on disk; returns when that is, too."""
+        tree, draft = self.tree(taken.id), self._folder / f"{taken.id}.draft"
+        draft.write_text(json.dumps(asdict(taken)))
+        for path in (tree, _gone(tree), draft):
+            if path.exists():
+                _sync(path)
+        draft.replace(self._folder / f"{taken.id}.json")
+        sync_folder(self._folder)
 
     @asynccontextmanager
     async def passing(self, box: Box) -> AsyncGenerator[tuple[str, asyncio.Task[int]]]:
@@ -132,26 +147,30 @@ class Snapshots:
         """Deletes a snapshot; one that is gone already is fine."""
         with suppress(LostError):
             self.get(name, owner)
-            (self._folder / f"{name}.json").unlink(missing_ok=True)
-            self._unlink(name)
+            self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        (self._folder / f"{name}.json").unlink(missing_ok=True)
+        self._unlink(name)
 
     def _unlink(self, name: str) -> None:
         self.tree(name).unlink(missing_ok=True)
         _gone(self.tree(name)).unlink(missing_ok=True)
 
     def sweep(self, keep_s: float = KEEP_S) -> None:
-        """Removes what is older, and what has no record: nobody can be taking a snapshot yet."""
+        """Removes what is older, and what has no whole record: nobody can be taking a snapshot yet."""
         for snapshot in self._all():
             if time.time() - snapshot.taken > keep_s:
                 self.remove(snapshot.id, snapshot.owner)
+        known = {snapshot.id for snapshot in self._all()}
         for path in self._folder.glob("*"):
-            if not path.with_suffix(".json").exists():
+            if path.stem not in known:
                 path.unlink(missing_ok=True)
 
     def _all(self) -> Iterator[Snapshot]:
         for path in self._folder.glob("*.json"):
-            with suppress(FileNotFoundError):
-                yield Snapshot(**json.loads(path.read_text()))
+            with suppress(FileNotFoundError, ValueError, TypeError):  # what a loss of power left is none
+                yield Snapshot(**json.loads(path.read_bytes()))
 
 
 async def save(box: Box, path: Path) -> None:
@@ -179,6 +198,11 @@ async def save(box: Box, path: Path) -> None:
             raise FileError(f"a snapshot of sandbox {box.id} could not be taken: {why}")
         if writable is not None:
             await asyncio.to_thread(_save_upper, writable, file, _gone(path))
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def _room(limits: Limits) -> int:

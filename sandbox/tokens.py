@@ -153,19 +153,30 @@ def own_token(path: Path) -> str:
     Raises:
         PolicyError: Others can read it, or it cannot be made.
     """
-    with contextlib.suppress(FileExistsError):
+    if not path.exists():
         try:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            raise
+            _make(path)
         except OSError as error:
             raise PolicyError(f"{path} cannot be made: {error.strerror}") from error
-        with open(fd, "w", encoding="utf-8") as file:
-            file.write(fresh_token()[0])
     token = _private(path).strip()
     if len(token) < _SHORTEST:
         raise PolicyError(f"{path} holds no token (any more): delete it, and the next start makes a new one")
     return token
+
+
+def _make(path: Path) -> None:
+    """Writes a new token into a file that appears whole, unless somebody else was faster."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with open(fd, "w", encoding="utf-8") as file:
+            file.write(fresh_token()[0])
+            file.flush()
+            os.fsync(fd)
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        draft.unlink()
 
 
 def token_access(token: str, name: str) -> Access:

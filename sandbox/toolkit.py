@@ -40,9 +40,23 @@ def build(target: Path, interpreter: str) -> Path:
         _compile(draft, interpreter)
         for path in (draft, *draft.rglob("*")):
             path.chmod(0o755 if path.is_dir() else 0o644)
-        if not built.exists():
-            draft.rename(built)
+        publish(draft, built)
     return built
+
+
+def publish(draft: Path, to: Path) -> None:
+    """Gives a folder its name, with all that is in it on disk, unless somebody else was faster."""
+    for path in (*draft.rglob("*"), draft):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    try:
+        draft.rename(to)
+    except OSError:  # the kernel refuses to put a folder over one that has something in it
+        if not to.exists():
+            raise
 
 
 def _compile(folder: Path, interpreter: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -155,3 +156,17 @@ class Output:
 
     data: bytes
     stderr: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ear:
+    """Where an owner hears one sandbox.
+
+    Attributes:
+        sock: Listens.
+        secret: A text that belongs to this sandbox alone, and is the same for whoever goes on with it: a key
+            that a command is given must be the same when the command is given again.
+    """
+
+    sock: socket.socket
+    secret: str

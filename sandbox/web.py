@@ -95,7 +95,10 @@ class Caller:
         """
         headers = {**self._headers, VERSION: str(self._version)}
         try:
-            async with self._session.get(self.url + path, headers=headers, timeout=_TIMEOUT) as response:
+            call = self._session.get(
+                self.url + path, headers=headers, timeout=_TIMEOUT, allow_redirects=False
+            )
+            async with call as response:
                 if response.content_type == TYPE:
                     await self._read(response, None)
                 if response.status != 200:

@@ -76,6 +76,8 @@ def show(run: Runner, options: argparse.Namespace, costs: Costs, file: tuple[Wor
     verdict = judge(results, source, costs.staleness)
     for text in verdict.missed:
         print(f"MISSED: {text}")
+    ideal = costs.ideal_tokens_per_s / results["barrier"].tokens_per_s
+    print(f"against the barrier an engine with every slot decoding all the time would reach {ideal:.2f}")
     print(
         f"against '{verdict.best_other}' {verdict.against_other:.2f}; ks of resume {verdict.ks:.4f}, of "
         f"restart {verdict.ks_restart:.4f}, sampling noise (1 %) {verdict.noise:.4f}"

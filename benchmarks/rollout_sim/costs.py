@@ -18,11 +18,12 @@ class Costs:
 
     A decode step of b requests takes `decode_base_s + decode_per_request_s * b`. Prefill stops decoding on
     its replica; it takes `prefill_base_s`, once for all turns that wait for the same step, and their tokens
-    over `prefill_tokens_per_s`. `kv_tokens` bounds a replica's cached tokens: running turns are reserved,
-    waiting samples' caches are evicted, oldest first. `in_flight` bounds live samples (each holds a sandbox
-    and a cache) for every rule; a rule that counts groups holds `group_size` places for an open group.
-    `staleness` counts optimiser steps. `sandbox_failure` is the share of created sandboxes that fail; their
-    samples are tried again.
+    over `prefill_tokens_per_s`. An engine may gather turns in their slots for up to `prefill_gather_steps`
+    steps, unless so many times their number is at least that of the requests that decode. `kv_tokens` bounds
+    a replica's cached tokens: running turns are reserved, waiting samples' caches are evicted, oldest first.
+    `in_flight` bounds live samples (each holds a sandbox and a cache) for every rule; a rule that counts
+    groups holds `group_size` places for an open group. `staleness` counts optimiser steps. `sandbox_failure`
+    is the share of created sandboxes that fail; their samples are tried again.
     """
 
     replicas: int = 4
@@ -35,6 +36,7 @@ class Costs:
     decode_per_request_s: float = 0.00015
     prefill_base_s: float = 0.0
     prefill_tokens_per_s: float = 40_000.0
+    prefill_gather_steps: int = 1
     kv_tokens: int = 2_000_000
     trainer_s: float = 60.0
     trainer_s_per_token: float = 0.0
@@ -51,7 +53,14 @@ class Costs:
         """
         for field in fields(self):
             self._check_number(field.name, str(field.type))
-        for name in ("replicas", "slots", "groups_per_step", "group_size", "kv_tokens"):
+        for name in (
+            "replicas",
+            "slots",
+            "groups_per_step",
+            "group_size",
+            "kv_tokens",
+            "prefill_gather_steps",
+        ):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("decode_base_s", "prefill_tokens_per_s"):
             self._require(name, getattr(self, name) > 0, "greater than 0")
@@ -70,6 +79,11 @@ class Costs:
     def samples_per_step(self) -> int:
         """Samples of one optimiser step."""
         return self.groups_per_step * self.group_size
+
+    @property
+    def ideal_tokens_per_s(self) -> float:
+        """What no rule exceeds: every slot decodes all the time, without prefill, pauses or masked tokens."""
+        return self.total_slots / (self.decode_base_s + self.decode_per_request_s * self.slots)
 
     def _check_number(self, name: str, kind: str) -> None:
         value: Any = getattr(self, name)

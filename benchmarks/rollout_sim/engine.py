@@ -51,18 +51,25 @@ class Replica:
     def __init__(self, index: int, costs: Costs) -> None:
         self.index, self._costs = index, costs
         self.running: list[tuple[float, int, Sample]] = []
+        self.gathering: list[tuple[Sample, int]] = []
         self.turns: deque[Sample] = deque()
         self.idle: OrderedDict[Sample, int] = OrderedDict()
         self.idle_tokens = self.reserved_tokens = 0
         self.clock = self.now = self.blocked_until = 0.0
         self.next_end = float("inf")
         self._shared_until = -1.0
+        self._due = 0.0
         self._order = 0
+
+    @property
+    def served(self) -> int:
+        """Requests in slots: those that decode and those that wait for their prefill."""
+        return len(self.running) + len(self.gathering)
 
     @property
     def free(self) -> int:
         """Slots without a request."""
-        return self._costs.slots - len(self.running)
+        return self._costs.slots - self.served
 
     def advance(self, now: float) -> None:
         """Decodes until `now`; prefill and pauses come first."""
@@ -73,21 +80,22 @@ class Replica:
 
     def fits(self, sample: Sample) -> bool:
         """Whether the turn's final context can be reserved; an empty replica takes any turn."""
-        return not self.running or self.reserved_tokens + _final_context(sample) <= self._costs.kv_tokens
+        return not self.served or self.reserved_tokens + _final_context(sample) <= self._costs.kv_tokens
 
     def start(self, sample: Sample) -> tuple[int, int]:
         """Puts a turn into a slot; returns the tokens found in the cache and those computed."""
         cached = self.idle.pop(sample, 0)
         self.idle_tokens -= cached
         computed = sample.context - cached + sample.work.inputs[sample.turn]
-        self._prefill(computed)
         self.reserved_tokens += _final_context(sample)
         while self.idle and self.idle_tokens + self.reserved_tokens > self._costs.kv_tokens:
             self.idle_tokens -= self.idle.popitem(last=False)[1]
-        sample.home, sample.begun = self.index, self._boundary()
-        self._order += 1
-        end = sample.begun + sample.work.outputs[sample.turn]
-        heapq.heappush(self.running, (end, self._order, sample))
+        if not self.gathering:
+            self._due = self._boundary() + self._costs.prefill_gather_steps - 1
+        sample.home = self.index
+        self.gathering.append((sample, computed))
+        if self._costs.prefill_gather_steps == 1 or not self.running:
+            self._begin()
         return cached, computed
 
     def ended(self) -> Iterator[Sample]:
@@ -104,8 +112,9 @@ class Replica:
 
     def drop_all(self) -> list[Sample]:
         """Aborts every request in a slot and forgets their caches."""
-        dropped = [sample for _, _, sample in self.running]
+        dropped = [sample for _, _, sample in self.running] + [sample for sample, _ in self.gathering]
         self.running.clear()
+        self.gathering.clear()
         self.reserved_tokens = 0
         return dropped
 
@@ -116,6 +125,23 @@ class Replica:
     def _boundary(self) -> float:
         """The step that a turn which comes now begins with."""
         return math.ceil(self.clock - _SLACK)
+
+    def _begin(self) -> None:
+        """Prefills the turns that were gathered, and lets them decode from the next step on."""
+        self._prefill(sum(tokens for _, tokens in self.gathering))
+        for sample, _ in self.gathering:
+            sample.begun = self._boundary()
+            self._order += 1
+            end = sample.begun + sample.work.outputs[sample.turn]
+            heapq.heappush(self.running, (end, self._order, sample))
+        self.gathering.clear()
+
+    def _gather(self) -> None:
+        """Begins gathered turns: together with others' prefill, after long enough, or when they are many."""
+        if len(self.gathering) * self._costs.prefill_gather_steps >= len(self.running):
+            self._due = min(self._due, self._boundary())
+        if self._due <= self.clock + _SLACK or not self.running or self.now <= self._shared_until:
+            self._begin()
 
     def _prefill(self, tokens: int) -> None:
         """Computes a turn's prompt, together with those of turns that wait for the same step."""
@@ -133,15 +159,19 @@ class Replica:
         tokens = sum(
             s.context + s.work.inputs[s.turn] + int(self.clock - s.begun) for _, _, s in self.running
         )
+        tokens += sum(s.context for s, _ in self.gathering)
         self.block(tokens / self._costs.prefill_tokens_per_s)
         return tokens
 
     def schedule(self) -> None:
-        """Works out when the next request ends; call after every change."""
+        """Works out when the next request ends or gathered turns are due; call after every change."""
+        if self.gathering:
+            self._gather()
         if not self.running:
             self.next_end = float("inf")
             return
-        steps = max(0.0, self.running[0][0] - self.clock)
+        until = min(self.running[0][0], self._due) if self.gathering else self.running[0][0]
+        steps = max(0.0, until - self.clock)
         self.next_end = max(self.now, self.blocked_until) + steps * self._step_s()
 
     def _step_s(self) -> float:
@@ -188,11 +218,16 @@ class Engines(Protocol):
 
 
 class Fleet:
-    """All replicas: a turn goes to its cache, else to a free slot, else to a queue; turns come first."""
+    """All replicas: a turn goes to its cache, else to a free slot, else to a queue; turns come first.
+
+    What every event asks of all replicas is kept in columns, one entry a replica, which `_note` updates.
+    """
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
         self.replicas = [Replica(i, costs) for i in range(costs.replicas)]
+        self._ends = [float("inf")] * costs.replicas
+        self._loads = [0] * costs.replicas
         self.waiting: deque[Sample] = deque()
         self.cached_tokens = self.computed_tokens = 0
         self.version = 0
@@ -200,21 +235,23 @@ class Fleet:
     @property
     def running(self) -> int:
         """Requests in slots."""
-        return sum(len(replica.running) for replica in self.replicas)
+        return sum(self._loads)
 
     def next_end(self) -> Replica:
-        """The replica whose next request ends first; its `next_end` is infinite when nothing runs."""
-        return min(self.replicas, key=_next_end)
+        """The replica with the next event; its `next_end` is infinite when nothing runs."""
+        return self.replicas[self._ends.index(min(self._ends))]
 
     def request(self, sample: Sample, now: float) -> None:
         """Asks for the sample's next turn."""
         home = self.replicas[sample.home] if sample.home >= 0 else None
         if home is not None and home.free and home.fits(sample):
             self._start(home, sample, now)
+            self._note(home)
             return
-        best = max(self.replicas, key=_free)
+        best = self.replicas[self._loads.index(min(self._loads))]
         if best.free and best.fits(sample):
             self._start(best, sample, now)
+            self._note(best)
         elif home is not None:
             home.turns.append(sample)
         else:
@@ -234,12 +271,11 @@ class Fleet:
     def fill(self, replica: Replica, now: float) -> None:
         """Starts queued turns: of this replica, of new samples, then of the longest other queue."""
         while replica.free:
-            longest = max(self.replicas, key=_queued)
-            queue = replica.turns or self.waiting or longest.turns
+            queue = replica.turns or self.waiting or max(self.replicas, key=_queued).turns
             if not queue or not replica.fits(queue[0]):
                 break
             self._start(replica, queue.popleft(), now)
-        replica.schedule()
+        self._note(replica)
 
     def update(self, version: int, now: float) -> None:
         """Publishes weights: requests stop at a token boundary, pause, and go on under the new version."""
@@ -250,7 +286,7 @@ class Fleet:
             if self._costs.kv_on_update == "recompute":
                 self.computed_tokens += replica.recompute()
             replica.block(self._costs.update_pause_s)
-            replica.schedule()
+            self._note(replica)
         self.version = version
 
     def abort(self, now: float) -> list[Sample]:
@@ -262,7 +298,7 @@ class Fleet:
                 self._book(replica, sample)
             aborted += [*replica.drop_all(), *replica.turns]
             replica.turns.clear()
-            replica.schedule()
+            self._note(replica)
         for sample in aborted:
             self.forget(sample)
         return aborted
@@ -272,6 +308,12 @@ class Fleet:
         if sample.home >= 0:
             replica = self.replicas[sample.home]
             replica.idle_tokens -= replica.idle.pop(sample, 0)
+
+    def _note(self, replica: Replica) -> None:
+        """Notes when the replica has its next event, and its load; call after every change."""
+        replica.schedule()
+        self._ends[replica.index] = replica.next_end
+        self._loads[replica.index] = replica.served
 
     def _book(self, replica: Replica, sample: Sample) -> None:
         """Books the whole tokens since the turn began or was last booked."""
@@ -286,19 +328,10 @@ class Fleet:
         cached, computed = replica.start(sample)
         self.cached_tokens += cached
         self.computed_tokens += computed
-        replica.schedule()
 
 
 def _final_context(sample: Sample) -> int:
     return sample.context + sample.work.inputs[sample.turn] + sample.work.outputs[sample.turn]
-
-
-def _next_end(replica: Replica) -> float:
-    return replica.next_end
-
-
-def _free(replica: Replica) -> int:
-    return replica.free
 
 
 def _queued(replica: Replica) -> int:

@@ -105,8 +105,8 @@ class Barrier(_Groups):
     name = "barrier"
 
     def wanted(self) -> int:
-        """A batch, when nothing is open, ready or in training."""
-        return 0 if self.open or self.ready or self.training else self.costs.groups_per_step
+        """What is left of the batch of this version, as places are free."""
+        return min(self.permits - self.open, (self.version + 1) * self.costs.groups_per_step - self.cursor)
 
 
 class OneStepOff(_Groups):
@@ -116,8 +116,9 @@ class OneStepOff(_Groups):
     holds_weights = True
 
     def wanted(self) -> int:
-        """A batch, when the batch before went to the trainer."""
-        return 0 if self.open or self.ready else self.costs.groups_per_step
+        """What is left of the batch after the one that the trainer took last, as places are free."""
+        limit = self.done + self.training + self.costs.groups_per_step
+        return min(self.permits - self.open, limit - self.cursor)
 
 
 class GroupAsync(_Groups):

@@ -132,7 +132,8 @@ class Simulation:
         return len(self.groups) > len(self.ready) + len(self._training)
 
     def _begin(self, key: SampleId) -> None:
-        self.groups.setdefault(key.group, _Group(self.costs.group_size))
+        if key.group not in self.groups:
+            self.groups[key.group] = _Group(self.costs.group_size)
         number = key.group * self.costs.group_size + key.index
         self.live += 1
         self.result.peak_live = max(self.result.peak_live, self.live)

@@ -22,7 +22,7 @@ from benchmarks.rollout_sim.engine import Clock, Sample
 from benchmarks.rollout_sim.schedulers import RULES
 from benchmarks.rollout_sim.simulate import Simulation
 from benchmarks.rollout_sim.stats import Result
-from benchmarks.rollout_sim.trace import BLOCK, Block, SyntheticTrace, block, split
+from benchmarks.rollout_sim.trace import BLOCK, Block, SyntheticTrace, Trace, block, split
 from model.config import PolicyConfig
 from model.engine.engine import Engine
 from model.engine.requests import Request, StepOutput
@@ -42,6 +42,7 @@ COSTS = Costs(
     group_size=4,
     in_flight=32,
     staleness=4,
+    prefill_gather_steps=4,
     trainer_s=0.5,
     update_pause_s=0.0,
     sandbox_create_s=0.05,
@@ -63,21 +64,34 @@ class ShortTrace(SyntheticTrace):
         return block(turns, inputs, split(lengths, turns), tools)
 
 
+def contexts(trace: Trace, samples: int = BLOCK) -> np.ndarray:
+    """Returns the tokens before each token that the first samples of a trace decode."""
+    found = []
+    for work in (trace.work(number, 0) for number in range(samples)):
+        ends = np.cumsum(np.array(work.inputs) + np.array(work.outputs))
+        found += [np.arange(end - new, end) for end, new in zip(ends, work.outputs, strict=True)]
+    return np.concatenate(found)
+
+
 @dataclass(slots=True)
 class Probe:
-    """Measures the costs of steps on an engine of its own: rows that sample, prefills, and their tokens."""
+    """Measures the costs of steps on an engine of its own: rows that sample, prefills, and their tokens.
+
+    Its requests decode at contexts as long as those of the trace's samples, as a step's time depends on them.
+    """
 
     engine: Engine
     rng: np.random.Generator
     rows: list[tuple[int, int, int]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     _requests: int = 0
+    _contexts: np.ndarray = field(default_factory=lambda: contexts(ShortTrace(0)))
 
     def measure(self, batch: int) -> None:
         """Runs `batch` requests for a few steps: one to three of them come while the others decode."""
         late = min(batch, 1 + self._requests % 3)
         for _ in range(batch - late):
-            self._submit(10, int(self.rng.integers(_PROMPT, _CONTEXT - 10)))
+            self._submit(10, min(int(self.rng.choice(self._contexts)), _CONTEXT - 10))
         for _ in range(3 if batch > late else 0):
             self._step()
         for _ in range(late):
@@ -104,11 +118,11 @@ class Probe:
         )
 
     def _step(self) -> None:
-        """Takes a step and notes it, unless it computes more of prompts than a step of a run does."""
-        before = self.engine.counters.prefilled_tokens
+        """Takes a step and notes it, unless it only computes prompts, or more of them than a run's steps."""
+        decoding, before = self.engine.scheduler.running.size, self.engine.counters.prefilled_tokens
         seconds, output = timed_step(self.engine)
         tokens = self.engine.counters.prefilled_tokens - before
-        if output.token_ids.size and tokens <= 3 * _PROMPT:
+        if decoding and tokens <= 3 * _PROMPT:
             self.rows.append((output.token_ids.size, int(tokens > 0), tokens))
             self.seconds.append(seconds)
 
@@ -159,7 +173,10 @@ class RealEngine:
         """Submits the sample's next turn, with its whole history."""
         self._now = max(self._now, now)
         history = self._histories.setdefault(sample, [])
-        history += [1 + len(history) % 7] * sample.work.inputs[sample.turn]
+        rng = np.random.default_rng((sample.number, sample.turn))  # no two alike: the engine would share them
+        history += rng.integers(
+            0, self._engine.policy.config.vocab_size, sample.work.inputs[sample.turn]
+        ).tolist()
         tokens = sample.work.outputs[sample.turn]
         request = Request(
             f"sample-{sample.number}", history, _sampling(self._engine, tokens), continues=sample.turn > 0

@@ -14,10 +14,12 @@ from model.cache.draft import DraftWindow
 from model.cache.main_kv import GroupCache, GroupStorage, PackedGroupCache
 from model.cache.pages import PageTable
 from model.cache.progress import Progress, Span
+from model.cache.record_rows import RecordRows
 from model.cache.records import INDEX, MAIN
 from model.cache.swa import PackedWindowRing, WindowRing, WindowStorage
 from model.cache.transfer import check_slot, export_slot, import_slot
 from model.config import PolicyConfig
+from model.ops.dispatch import rows_of_records
 from model.rows import CacheTarget, ring_size
 
 Storage = Literal["dense", "packed"]
@@ -108,6 +110,8 @@ class PolicyCache:
         entries = ring_size(self.reach, slack)
         self.tail = torch.zeros(max_sequences, entries, dtype=torch.int64, device=device)
         """[slots, entries] compressed ids of each sequence's last tokens, entry = position mod entries."""
+        self.step_graphs: object | None = None
+        """What `model.decode_graphs` captured over this cache; gone with it."""
         self._progress: list[Progress | None] = [None] * max_sequences
         self._free = list(range(max_sequences - 1, -1, -1))
 
@@ -337,6 +341,7 @@ class PolicyCache:
             )
 
     def _lay_out_pages(self, config: PolicyConfig, dtype: torch.dtype, pages: int | None) -> None:
+        packed = RecordRows if rows_of_records(self.device) else PackedGroupCache
         page_tokens = tokens_of_page(config)
         per_slot = -(-self.max_tokens // page_tokens)
         count = self.max_sequences * per_slot if pages is None else pages
@@ -347,7 +352,7 @@ class PolicyCache:
                 (self.main, config.head_dim, MAIN),
                 (self.index_keys, config.index_head_dim, INDEX),
             ):
-                kind[layer] = PackedGroupCache(self.pages, count + 1, groups, width, record, dtype)
+                kind[layer] = packed(self.pages, count + 1, groups, width, record, dtype)
 
     def _open_groups(self, config: PolicyConfig) -> dict[int, Tensor]:
         """Values and gates of tokens whose group may be open, float32, entry = position mod entries."""

@@ -18,6 +18,7 @@ from model.chat.deepseek import DeepSeekChat, DeepSeekWording
 from model.chat.nano import NanoChat, NanoWording, nano_chat
 from model.chat.prompt import Prompt
 from model.chat.stream import Event, EventKind, StreamParser
+from model.chat.template import TemplateChat, has_template, load_template_chat
 from model.tokenizer import Tokenizer
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "ParsedTurn",
     "Prompt",
     "StreamParser",
+    "TemplateChat",
     "load_chat",
     "nano_chat",
 ]
@@ -47,6 +49,8 @@ def load_chat(folder: Path) -> ChatFormat:
     """
     path = folder / FILE_NAME
     if not path.is_file():
+        if has_template(folder):
+            return load_template_chat(folder)
         raise ChatError(f"{path} is missing; save the chat format into the checkpoint with `ChatFormat.save`")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -64,7 +68,11 @@ def load_chat(folder: Path) -> ChatFormat:
             raise ChatError(f"{path}: thinking is true or false, not {data['thinking']!r}")
         wording = _wording(DeepSeekWording, data["wording"], path)
         return DeepSeekChat(Tokenizer.load(folder), wording, thinking=data["thinking"])
-    raise ChatError(f"{path} is of kind {kind!r}; known kinds: {NanoChat.kind}, {DeepSeekChat.kind}")
+    if kind == TemplateChat.kind:
+        _check_keys(data, {"kind", "history", "thinking", "template"}, f"{path}")
+        return load_template_chat(folder, data)
+    kinds = ", ".join((NanoChat.kind, DeepSeekChat.kind, TemplateChat.kind))
+    raise ChatError(f"{path} is of kind {kind!r}; known kinds: {kinds}")
 
 
 _Wording = TypeVar("_Wording", NanoWording, DeepSeekWording)

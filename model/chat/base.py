@@ -96,6 +96,21 @@ class ChatFormat(ABC):
         """Whether earlier turns are rendered otherwise than they were sampled (reasoning that is dropped)."""
         return False
 
+    def rewrites(
+        self,
+        before: Sequence[Message],
+        new: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        effort: int | None = None,
+    ) -> bool:
+        """Whether the turns `before` are to be rendered anew, in another branch, when `new` follow them.
+
+        Raises:
+            ChatError: They would have to be, and that is not wanted.
+        """
+        return False
+
     @abstractmethod
     def render_assistant(self, message: Message) -> list[int]:
         """Renders a demonstration's turn, including its end token.

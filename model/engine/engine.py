@@ -20,10 +20,11 @@ from torch import Tensor
 
 from model.cache.prefix import PrefixStore
 from model.choices import Capture
+from model.decode_graphs import warm_up
 from model.engine.errors import BusySessionError, ImageError, NonFiniteLogitsError, RequestError
 from model.engine.policy import Policy, Storage, as_tensors, check_state
 from model.engine.prefixes import Prefixes
-from model.engine.replay import ReplayRule
+from model.engine.replay import Floor, ReplayRule
 from model.engine.requests import (
     Finish,
     Finished,
@@ -38,6 +39,7 @@ from model.engine.rows import Rows
 from model.engine.sampler import sample
 from model.engine.scheduler import Cache, Scheduler
 from model.engine.speculative import Drawn, Speculation, Speculator
+from model.engine.staging import StagedWeights
 from model.engine.state import RequestState, check_caches, pack, unpack
 from model.replay import Replay
 from model.vision import ImageTokens
@@ -144,6 +146,7 @@ class Engine:
         if speculate is not None:
             self.speculator = Speculator.open(policy, self._cache, speculate, max_requests)
             self.scheduler.decode_tokens = self.speculator.slots + 1
+        warm_up(policy, self._cache, max_requests)
         self._sessions: dict[str, int] = {}
         self._ended: list[Finished] = []
         self._next_id = 0
@@ -199,6 +202,10 @@ class Engine:
     def resume(self) -> None:
         """Continues after `pause`."""
         self.paused = False
+
+    def serves(self, request_id: int) -> bool:
+        """Whether a request waits or is being sampled, so that it can be exported."""
+        return self.scheduler.row_of(request_id) is not None or self.scheduler.waiter(request_id) is not None
 
     def export_state(self, request_id: int, *, remove: bool = False) -> RequestState:
         """Returns all of a request, caches included, to be imported elsewhere or later.
@@ -259,12 +266,17 @@ class Engine:
             ]
 
     def load_state(
-        self, state: Mapping[str, Tensor | np.ndarray], version: int, *, caches: Keep = "keep"
+        self,
+        state: Mapping[str, Tensor | np.ndarray] | StagedWeights,
+        version: int,
+        *,
+        caches: Keep = "keep",
     ) -> None:
         """Swaps the weights between two tokens; requests go on under `version`.
 
         Args:
-            state: All tensors of the policy's `state_dict`, in any float dtype.
+            state: All tensors of the policy's `state_dict`, in any float dtype; or these made ready, so that
+                nothing is copied here.
             version: The version of the tokens to come.
             caches: Whether to keep what the old weights computed, or to compute it anew.
 
@@ -272,10 +284,13 @@ class Engine:
             StateError: A tensor is missing, too many, or misshapen; nothing was changed.
         """
         _check_keep(caches)
-        tensors = as_tensors(state)
-        check_state(self.policy.state_dict(), tensors)
-        with torch.no_grad():
-            self.policy.load_state_dict(tensors, strict=True)
+        if isinstance(state, StagedWeights):
+            state.swap()
+        else:
+            tensors = as_tensors(state)
+            check_state(self.policy.state_dict(), tensors)
+            with torch.no_grad():
+                self.policy.load_state_dict(tensors, strict=True)
         self.set_version(version, caches=caches)
 
     def set_version(self, version: int, *, caches: Keep = "keep") -> None:
@@ -304,6 +319,11 @@ class Engine:
         self.counters.generated_tokens += output.token_ids.size
         self.counters.busy_seconds += time.perf_counter() - begin
         return output
+
+    def take_starts(self) -> dict[int, tuple[Floor, ...]]:
+        """The replay starts, by request, of turns whose windows were placed since the last call."""
+        starts, self.scheduler.new_starts = self.scheduler.new_starts, {}
+        return starts
 
     def _check_images(self, request: Request) -> None:
         if request.images is not None and self.policy.config.vision is None:

@@ -18,8 +18,22 @@ class Policy(Protocol):
     """A network that extends cached sequences. `model.policy.Policy` is one."""
 
     config: Any
-    fake_quant: bool
-    exact: bool
+
+    @property
+    def fake_quant(self) -> bool:
+        """Whether keys are rounded as the caches store them."""
+        ...
+
+    @fake_quant.setter
+    def fake_quant(self, value: bool) -> None: ...
+
+    @property
+    def exact(self) -> bool:
+        """Whether a token's result is the same bits whatever is computed beside it."""
+        ...
+
+    @exact.setter
+    def exact(self, value: bool) -> None: ...
 
     @property
     def new_cache(self) -> Callable[..., Any]:
@@ -47,8 +61,8 @@ class Policy(Protocol):
         """Returns the embedding rows [M, d] of an image."""
         ...
 
-    def state_dict(self) -> Mapping[str, Tensor]:
-        """Returns the weights by name."""
+    def state_dict(self, *, keep_vars: bool = False) -> Mapping[str, Tensor]:
+        """Returns the weights by name; with `keep_vars` the very tensors that it computes with."""
         ...
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:

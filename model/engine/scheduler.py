@@ -92,6 +92,7 @@ class Scheduler:
         self.running = np.zeros(0, np.int64)
         self.prefilling: list[int] = []
         self.ready: list[int] = []
+        self.new_starts: dict[int, tuple[Floor, ...]] = {}
         self.memory = Memory()
         self.evictions = 0
         self.preemptions = 0
@@ -297,6 +298,11 @@ class Scheduler:
         recorded, known = self._rule.recorded(floor), request.completed.replay_starts
         fresh = not self.rows.replayed[row] and recorded not in known[-1:]
         self.rows.starts[row] = (*known, recorded) if fresh else known
+        request_id = int(self.rows.request_id[row])
+        if fresh and recorded != NO_FLOOR:
+            self.new_starts[request_id] = self.rows.starts[row]
+        else:
+            self.new_starts.pop(request_id, None)
 
     def _restore(self, row: int, pending: Pending) -> None:
         """Gives a row the caches that came with its request."""

@@ -156,6 +156,12 @@ def unpack(state: RequestState, request_id: int) -> Pending:
         ) from error
 
 
+def sampled(state: RequestState) -> Columns:
+    """What a request's turn has sampled so far."""
+    start = int(state.header["start"])
+    return _turn(state.header, state.tensors, state.tensors["token_ids"].numpy()[start:])
+
+
 def check_caches(state: RequestState, pending: Pending, cache: Any, policy: str, storage: str) -> None:
     """Raises StateError when the caches of a state do not fit an engine's policy, storage or cache."""
     if pending.caches is None:

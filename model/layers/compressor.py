@@ -39,11 +39,12 @@ class Compressor(nn.Module):
         """Latents [B, G, c] of the groups of `plan`; `pending` [slots, ring, 2 c] is updated."""
         if self.ratio == 1:
             return rows.pad(projected)
-        aligned = self._aligned(projected, rows, plan, pending)
+        aligned = self.aligned(projected, rows, plan, pending)
         latent = self.norm(self._mean(fill(aligned.flatten(0, 1))).to(dtype))
         return latent[: rows.count * aligned.shape[1]].unflatten(0, (rows.count, -1))
 
-    def _aligned(self, projected: Tensor, rows: Rows, plan: GroupPlan, pending: Tensor | None) -> Tensor:
+    def aligned(self, projected: Tensor, rows: Rows, plan: GroupPlan, pending: Tensor | None) -> Tensor:
+        """[B, G, m, 2 c] values and gates of the tokens of each group; `pending` is updated."""
         if plan.source is None:
             return projected[: rows.count * rows.length].view(rows.count, -1, self.ratio, projected.shape[-1])
         if rows.target is not None:

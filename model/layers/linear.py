@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from model.layers.exact import matmul
+from model.layers.exact import is_exact, matmul
+from model.ops.dispatch import served
+from model.ops.exact_linear import exact_linear
 from model.quant.blocks import round_activation, straight_through
 
 
@@ -23,6 +26,10 @@ def widen(x: Tensor) -> Tensor:
 
 def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
     """`x` times `weight` with all bits: float32 for bfloat16 inputs, otherwise the dtype of `x`."""
+    if served(x) and weight.dtype is x.dtype:
+        if is_exact():
+            return exact_linear(x, weight, dtype=torch.float32)
+        return _WideProduct.apply(x, weight)  # pyright: ignore[reportReturnType]
     if x.dtype is not torch.bfloat16:
         return matmul(x, weight.to(x.dtype))
     wide = widen(x)
@@ -31,13 +38,35 @@ def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """`x` times `weight`, in the dtype of `x`."""
+    if served(x):
+        return exact_linear(x, weight) if is_exact() else F.linear(x, weight)
     return wide_linear(x, weight).to(x.dtype)
 
 
 def quantized_linear(x: Tensor, weight: Tensor) -> Tensor:
     """`x` rounded to FP8 (power-of-two scale per 32) times `weight`, summed in float32, as `x` in dtype."""
     rounded = straight_through(x, round_activation)
+    if served(x):
+        return linear(rounded, weight)
     return wide_linear(rounded, weight).to(x.dtype)
+
+
+class _WideProduct(torch.autograd.Function):
+    """A product of bfloat16 tensors with a float32 result."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        flat = x.reshape(-1, x.shape[-1])
+        if x.is_cuda:
+            return torch.mm(flat, weight.t(), out_dtype=torch.float32).view(*x.shape[:-1], -1)
+        return F.linear(x.float(), weight.float())
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        grad = grads[0].to(x.dtype)
+        return grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
 class Linear(nn.Module):

@@ -20,6 +20,7 @@ from model.layers.exact import fill
 from model.layers.linear import linear, quantized_linear, wide_linear
 from model.layers.swiglu import clipped_swiglu
 from model.layers.top_k import top_k_lowest_index
+from model.quant.blocks import round_activation, straight_through
 
 _DENSE_UP_TO = 8
 _LOWEST_LOGIT = -80.0
@@ -104,6 +105,10 @@ class MixtureOfExperts(nn.Module):
             return self.spread(x, routing).to(x.dtype), routing
         result = self._dense(x, routing) if self.dense else self._sparse(x, routing)
         return result.to(x.dtype), routing
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """`x` as the experts' products read it."""
+        return straight_through(x, round_activation) if self.quantized else x
 
     def _linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return quantized_linear(x, weight) if self.quantized else linear(x, weight)

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+
+from model.ops.dispatch import served
 
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
@@ -53,6 +56,8 @@ class _RMSNorm(torch.autograd.Function):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise: x / rms(x) * weight over the last dimension, in the dtype of `x`."""
+    if served(x):
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
     if x.dtype is torch.bfloat16:
         wide = x.float()
         return (wide * inverse_rms(wide, eps) * weight.float()).to(x.dtype)

@@ -15,6 +15,20 @@ from torch import Tensor
 _log = logging.getLogger(__name__)
 _paths: dict[str, str] = {}
 _only_reference = False
+_everywhere = False
+_left_out: set[str] = set()
+
+
+def served(x: Tensor) -> bool:
+    """Whether a tensor takes the path of the fused operations: bf16 on a CUDA device."""
+    return x.dtype is torch.bfloat16 and (x.is_cuda or _everywhere) and not _only_reference
+
+
+def note(op: str, path: str) -> None:
+    """Remember, and log once, which path `op` takes."""
+    if _paths.get(op) != path:
+        _paths[op] = path
+        _log.info("%s runs its %s path", op, path)
 
 
 def use_kernel(op: str, tensor: Tensor, *, without_gradient: tuple[Tensor, ...] = ()) -> bool:
@@ -30,16 +44,14 @@ def use_kernel(op: str, tensor: Tensor, *, without_gradient: tuple[Tensor, ...] 
         RuntimeError: the tensor is on a CUDA device and Triton is not installed.
     """
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in without_gradient)
-    kernel = tensor.is_cuda and not _only_reference and not needs_gradient
+    kernel = tensor.is_cuda and not _only_reference and not needs_gradient and op not in _left_out
     if kernel and importlib.util.find_spec("triton") is None:
         raise RuntimeError(
             f"{op} needs Triton on a CUDA device and it is not installed. Install it with "
             "`pip install 'tempering[gpu]'`, or run under `model.ops.dispatch.reference_only()`."
         )
     path = "triton" if kernel else "reference for the gradient" if needs_gradient else "reference"
-    if _paths.get(op) != path:
-        _paths[op] = path
-        _log.info("%s runs its %s path on %s", op, path, tensor.device)
+    note(op, path)
     return kernel
 
 
@@ -57,3 +69,29 @@ def reference_only() -> Iterator[None]:
         yield
     finally:
         _only_reference = before
+
+
+@contextlib.contextmanager
+def fused_everywhere() -> Iterator[None]:
+    """Take the path of the fused operations on every device, to check it by their definitions on a CPU."""
+    global _everywhere
+    before, _everywhere = _everywhere, True
+    try:
+        yield
+    finally:
+        _everywhere = before
+
+
+def rows_of_records(device: torch.device) -> bool:
+    """Whether packed caches on `device` keep each record in one piece, as the kernels read them."""
+    return device.type == "cuda" or _everywhere
+
+
+@contextlib.contextmanager
+def without(op: str) -> Iterator[None]:
+    """Run the definition of `op` in place of its kernel, to measure what the kernel gives."""
+    _left_out.add(op)
+    try:
+        yield
+    finally:
+        _left_out.discard(op)

@@ -8,6 +8,7 @@ carries a number that does nothing.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,9 @@ from rl.algorithms.losses import LOSSES
 from rl.algorithms.registry import AlgorithmError, settings_of
 
 _CHOICES = {"group_size", "advantage", "loss", "corrections", "aggregation", "max_length"}
-_CHOICES |= {"overlong", "kl", "kl_coef", "kl_in", "entropy_coef", "options"}
+_CHOICES |= {"overlong", "kl", "kl_coef", "kl_in", "options"}
+_ENTROPY = ("entropy_rate", "entropy_limit", "entropy_decay_from")
+_CHOICES |= {"entropy_coef", "entropy_target", *_ENTROPY}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +44,12 @@ class AlgorithmConfig:
         kl: estimator of the KL to the reference policy: none, k1, k2, k3, unbiased.
         kl_coef: weight of the KL.
         kl_in: `loss` adds it to the loss, `reward` subtracts it from the token's advantage.
-        entropy_coef: weight of the entropy bonus.
+        entropy_coef: weight of the entropy bonus; with a target, its weight in the first step.
+        entropy_target: entropy in nats a token, below which the weight rises and above which it falls
+            (`rl.algorithms.entropy`); 0 keeps the weight constant.
+        entropy_rate: most that the weight changes in a step.
+        entropy_limit: greatest weight.
+        entropy_decay_from: share of `trainer.steps` after which the target falls, to 0 in the last step.
         overlong: penalty for answers near the greatest length, added to the rewards; null: none.
         options: settings of a user's own functions.
     """
@@ -56,6 +64,10 @@ class AlgorithmConfig:
     kl_coef: float = 0.0
     kl_in: str = "loss"
     entropy_coef: float = 0.0
+    entropy_target: float = 0.0
+    entropy_rate: float = 1e-3
+    entropy_limit: float = 0.05
+    entropy_decay_from: float = 0.6
     overlong: OverlongConfig | None = None
     clip_low: float | None = None
     clip_high: float | None = None
@@ -104,7 +116,8 @@ class AlgorithmConfig:
     @property
     def regularised(self) -> bool:
         """Whether something beside a trajectory's advantage teaches, so that one of zero is kept."""
-        return self.kl_coef != 0 or self.entropy_coef != 0 or self.needs_critic
+        entropy = self.entropy_coef != 0 or self.entropy_target != 0
+        return self.kl_coef != 0 or entropy or self.needs_critic
 
     def settings_for(self, function: Callable[..., Any]) -> dict[str, Any]:
         """The settings that this configuration gives to an algorithm; its own defaults fill the rest."""
@@ -157,8 +170,38 @@ def _check_regularisers(config: AlgorithmConfig) -> None:
     if config.kl_in == "reward" and config.kl == "none":
         raise AlgorithmError("kl_in='reward' has no effect without a kl; set kl and kl_coef, or leave it out")
     for name in ("kl_coef", "entropy_coef"):
-        if getattr(config, name) < 0:
-            raise AlgorithmError(f"{name} is {getattr(config, name)}; it must not be negative")
+        if not 0 <= getattr(config, name) < math.inf:
+            raise AlgorithmError(
+                f"{name} is {getattr(config, name)}; it must not be negative, and must be finite"
+            )
+    _check_entropy(config)
+
+
+def _check_entropy(config: AlgorithmConfig) -> None:
+    if not 0 <= config.entropy_target < math.inf:
+        raise AlgorithmError(f"entropy_target is {config.entropy_target}; it is in nats, at least 0")
+    if not config.entropy_target:
+        fields = config.__dataclass_fields__
+        if given := [name for name in _ENTROPY if getattr(config, name) != fields[name].default]:
+            raise AlgorithmError(
+                f"{', '.join(given)} has no effect without a target: set entropy_target, or leave it out"
+            )
+        return
+    if not (0 < config.entropy_rate < math.inf and 0 < config.entropy_limit < math.inf):
+        raise AlgorithmError(
+            f"entropy_rate is {config.entropy_rate} and entropy_limit {config.entropy_limit}; with an "
+            "entropy_target both must be positive"
+        )
+    if config.entropy_coef > config.entropy_limit:
+        raise AlgorithmError(
+            f"entropy_coef is {config.entropy_coef}, above entropy_limit={config.entropy_limit}; begin with "
+            "less"
+        )
+    if not 0 <= config.entropy_decay_from < 1:
+        raise AlgorithmError(
+            f"entropy_decay_from is {config.entropy_decay_from}; it is a share of the steps, from 0 to "
+            "below 1"
+        )
 
 
 def _check_settings(config: AlgorithmConfig) -> None:
@@ -183,13 +226,21 @@ def _check_settings(config: AlgorithmConfig) -> None:
 def _check_ranges(settings: Mapping[str, Any]) -> None:
     positive = {"dual_clip", "tau_positive", "tau_negative", "tis_cap", "sequence_tis_cap", "behave_cap"}
     for name, value in settings.items():
-        if value < 0 or (name in positive and value == 0):
+        if not 0 <= value < math.inf or (name in positive and value == 0):
             raise AlgorithmError(
-                f"{name} is {value}; it must be {'positive' if name in positive else 'at least 0'}"
+                f"{name} is {value}; it must be {'positive' if name in positive else 'at least 0'} and finite"
             )
-    for name in ("gae_gamma", "gae_lambda"):
+    for name in ("gae_gamma", "gae_lambda", "dppo_low", "dppo_high"):
         if settings.get(name, 0.0) > 1:
             raise AlgorithmError(f"{name} is {settings[name]}; it is from 0 to 1")
+    for name in ("icepop", "geometric"):
+        low, high = settings.get(f"{name}_low", 0.0), settings.get(f"{name}_high", math.inf)
+        if not low <= 1 <= high:
+            raise AlgorithmError(
+                f"{name}_low={low:g} and {name}_high={high:g} leave out the ratio 1, at which trainer and "
+                f"sampler agree, so that the best tokens would be dropped; set {name}_low to at most 1 and "
+                f"{name}_high to at least 1"
+            )
     if settings.get("dual_clip", 2.0) <= 1:
         raise AlgorithmError(f"dual_clip is {settings['dual_clip']}; it must be above 1")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from rl.algorithms.records import LOG_RATIO_LIMIT, LossInputs
 from rl.algorithms.registry import Registry
 
-CORRECTIONS: Registry[Callable[..., Tensor]] = Registry("correction")
+CORRECTIONS: Registry[Callable[..., Tensor]] = Registry("correction", "inputs")
 
 
 def _importance(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rl.algorithms.registry import Registry
 
-KL: Registry[Callable[..., Tensor]] = Registry("KL estimator")
+KL: Registry[Callable[..., Tensor]] = Registry("KL estimator", "difference")
 
 INPUT_CLAMP, OUTPUT_CLAMP = 20.0, 10.0
 

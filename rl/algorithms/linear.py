@@ -14,6 +14,8 @@ from torch import Tensor
 
 from model.choices import LOWEST_LOGPROB, SamplingMask, entropy_of, truncated_logprobs
 from model.layers.exact import exact_mode, matmul
+from model.layers.linear import wide_linear
+from model.ops.dispatch import served
 
 CHUNK_ELEMENTS = 1 << 24
 """Logits held at once: 64 MiB in float32."""
@@ -152,6 +154,8 @@ def _parts(count: int, rows: int) -> list[slice]:
 def _distribution(
     hidden: Tensor, weight: Tensor, temperature: float, mask: SamplingMask | None = None
 ) -> Tensor:
+    if served(hidden):
+        return truncated_logprobs(wide_linear(hidden, weight) / temperature, mask)
     return truncated_logprobs(matmul(hidden.float(), weight.float()) / temperature, mask)
 
 

@@ -71,8 +71,7 @@ class Mix:
                 return name
         raise MixError(
             f"no teacher for task {task} of environment {environment}: name the environment in a teacher's "
-            "envs, or "
-            "give one teacher neither envs nor tasks, so that it teaches the rest"
+            "envs, or give one teacher neither envs nor tasks, so that it teaches the rest"
         )
 
     def check(self, environments: Iterable[str], group_size: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from envs.types import Group
 from model.chat import load_chat
 from model.checkpoint import read_config
+from model.hf.folder import is_hf_folder
 from rl import build
 from rl.distil.mix import FILE_NAME, Mix, MixError, read_mix, write_mix
 from rl.distil.versions import MixVersions
@@ -109,8 +110,8 @@ class Distillation:
             version = self.versions.add(found, self.dispatcher.cursor)
             self._note(
                 f"version {version} of {FILE_NAME} is in force from group {self.dispatcher.cursor} on: "
-                "teachers "
-                f"{', '.join(mix.teachers)}; shares {dict(mix.shares)}; at most {mix.max_in_flight} in flight"
+                f"teachers {', '.join(mix.teachers)}; shares {dict(mix.shares)}; "
+                f"at most {mix.max_in_flight} in flight"
             )
 
     def _note(self, text: str) -> None:
@@ -169,6 +170,17 @@ def first_mix(config: RunConfig) -> Mix:
     )
 
 
+def check_teachers(config: RunConfig) -> None:
+    """Looks for the teachers, which are needed after the warm start only, before anything is started.
+
+    Raises:
+        MixError: The mix cannot be used.
+    """
+    mix = first_mix(config)
+    mix.check(sorted(mix.shares), config.algorithm.group_size)
+    resolved(mix, config)
+
+
 def open_distillation(config: RunConfig, folder: Path, student: Student, watch: Watch) -> Distillation:
     """Begins a distillation; makes the file of its mix in `folder`, unless it is there already.
 
@@ -195,15 +207,15 @@ def resolved(mix: Mix, config: RunConfig) -> Mix:
     for name, teacher in mix.teachers.items():
         try:
             policy = find_target(teacher.path, Path(config.run.root)).policy
-            read_config(policy)
+            if not is_hf_folder(policy):
+                read_config(policy)
             theirs = load_chat(policy).tokenizer
         except (ValueError, RuntimeError, OSError) as error:
             raise MixError(f"teacher {name}: {error}") from error
         if theirs.digest() != own.digest():
             raise MixError(
                 f"teacher {name} ({policy}) has another tokenizer than the student: its probabilities are "
-                "of other "
-                "tokens; take a teacher with the student's tokenizer"
+                "of other tokens; take a teacher with the student's tokenizer"
             )
         teachers[name] = replace(teacher, path=str(policy))
     return replace(mix, teachers=teachers)

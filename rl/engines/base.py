@@ -65,11 +65,16 @@ class Completion:
     selections: Selections | None = field(default=None, compare=False)
 
 
+ReplayStarts = tuple[tuple[int, int], ...]
+"""(encoder, decoder) positions at which the prefills of a turn began, in order."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepFrame:
     """The tokens of one decode step, as columns over the running requests.
 
-    A listener may keep the arrays; nobody writes to them again.
+    A listener may keep all of it; nobody writes to it again. An engine hands out the same `sessions` and
+    `turns` while the same requests run: a listener that knows them need not look at them again.
     """
 
     sessions: Sequence[str]
@@ -81,6 +86,8 @@ class StepFrame:
     expert_ids: np.ndarray | None = None  # int16 [n, layers, k] of each token's input
     sampling_mask: SamplingMask | None = None
     selections: Mapping[int, np.ndarray] | None = None  # int32 [n, K] by layer, of each token's input
+    replay_starts: Mapping[str, tuple[int, ReplayStarts]] = field(default_factory=dict)
+    """By session: the turn whose windows were placed since the last step, and its replay starts so far."""
 
 
 class Engine(Protocol):
@@ -120,7 +127,10 @@ class Engine(Protocol):
         ...
 
     def stats(self) -> dict[str, float]:
-        """Counters since start: steps, generated tokens, busy seconds, running and waiting requests."""
+        """Counters since start: steps, generated tokens, busy seconds, running and waiting requests.
+
+        `healthy` is 1 while the engine serves, 0 when it has died or was closed.
+        """
         ...
 
 

@@ -14,11 +14,19 @@ from torch import Tensor
 
 from model.engine.errors import ImageError
 from model.engine.policy import Policy
-from model.images import PreparedImage
+from model.images import ImageReader, PreparedImage
+from model.policy import Policy as OwnPolicy
 from model.vision import ImageTokens
 from rl.engines.base import HistoryImages
 
 _KEPT = 64
+
+
+def image_reader(net: object) -> ImageReader | None:
+    """Reads images for a policy that takes some; None for others."""
+    if not isinstance(net, OwnPolicy) or net.config.vision is None or net.config.image_token_id is None:
+        return None
+    return ImageReader.of(net.config)
 
 
 class ImageRows:

@@ -12,7 +12,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -26,6 +26,7 @@ from model.engine.policy import Policy, Storage
 from model.engine.requests import Finished, Request, StepOutput
 from model.engine.roles import Role
 from model.engine.speculative import Speculation
+from model.engine.staging import StagedWeights
 from model.engine.state import RequestState
 from model.replay import Replay
 from model.vision import ImageTokens
@@ -40,7 +41,7 @@ from rl.engines.base import (
 from rl.engines.images import ImageRows
 from rl.engines.prefixes import store_stats
 from rl.engines.saved import SavedTurns
-from rl.engines.turns import columns, completion, engine_error, step_frames
+from rl.engines.turns import FrameNames, columns, completion, deliver, engine_error, step_frames
 
 
 class EngineClosedError(RuntimeError):
@@ -75,6 +76,8 @@ class NativeEngine:
         version: The version of the policy's weights.
         idle_sessions: How many sessions keep caches between turns (default: `max_requests`).
         caches: What a weight swap does with the caches.
+        stage_weights: Whether new weights are copied beside the old ones while requests go on, which takes
+            their memory twice; otherwise during the pause.
         speculate: How to draft and check several tokens a step; None draws one.
         storage, pages, replay, exact, capture, capture_selections, prefix_store: As
             `model.engine.engine.Engine` takes them.
@@ -100,6 +103,7 @@ class NativeEngine:
         prefix_store: PrefixStore | None = None,
         role: Role = "all",
         saved: SavedTurns | None = None,
+        stage_weights: bool = True,
     ) -> None:
         self.version = version
         self._engine = ModelEngine(
@@ -118,6 +122,7 @@ class NativeEngine:
             prefix_store=prefix_store,
             role=role,
         )
+        self._policy, self._stages_weights, self._loading = policy, stage_weights, asyncio.Lock()
         self._saved = saved
         self._images = ImageRows(policy)
         self._store = prefix_store
@@ -126,6 +131,7 @@ class NativeEngine:
         self._wake = threading.Condition()
         self._commands: deque[_Command] = deque()
         self._waiters: dict[int, _Waiter] = {}
+        self._names = FrameNames()
         self._outbox: list[_Delivery] = []
         self._closing = False
         self._failure: BaseException | None = None
@@ -210,9 +216,9 @@ class NativeEngine:
         self._put(future, lambda: self._outbox.append((future, self._images.of(history))))
         return await future
 
-    async def announce(self, session: str, turn: int, sampled: Completion) -> None:
+    async def announce(self, request: GenerateRequest, sampled: Completion) -> None:
         """Tells the step listener of tokens that another engine sampled for a turn of this one."""
-        await self._call(lambda: self._announce(session, turn, sampled))
+        await self._call(lambda: self._announce(request, sampled))
 
     async def persist(self) -> int:
         """Keeps the caches of turns that are being sampled on disk, where it pays; call it while paused.
@@ -224,7 +230,7 @@ class NativeEngine:
         saved, future = self._saved, self._new_future()
 
         def save() -> None:
-            states = (self._engine.export_state(request_id) for request_id in list(self._waiters))
+            states = (self._engine.export_state(i) for i in list(self._waiters) if self._engine.serves(i))
             self._outbox.append((future, saved.save(states)))
 
         self._put(future, save)
@@ -236,7 +242,11 @@ class NativeEngine:
         Raises:
             StateError: The tensors do not fit the policy; the old weights stay.
         """
-        await self._call(lambda: self._swap(version, lambda: self._load(tensors, version)))
+        async with self._loading:
+            state: Any = tensors
+            if self._stages_weights:
+                state = await asyncio.to_thread(StagedWeights, self._policy, state)
+            await self._call(lambda: self._swap(version, lambda: self._load(state, version)))
 
     async def set_version(self, version: int) -> None:
         """Says that the policy's own tensors were changed in place, between `pause` and `resume`."""
@@ -255,9 +265,8 @@ class NativeEngine:
     def stats(self) -> dict[str, float]:
         """Counters since start: steps, tokens generated and prefilled, busy seconds; requests right now.
 
-        `pause_seconds` is how long the last swap of weights held the engine up.
-
-        With speculation also single requests' steps, drafts checked, and drafts accepted.
+        `pause_seconds` is how long the last swap of weights held the engine up. With speculation also single
+        requests' steps, drafts checked, and drafts accepted.
         """
         counters, scheduler = self._engine.counters, self._engine.scheduler
         speculator = self._engine.speculator
@@ -275,6 +284,7 @@ class NativeEngine:
             "evictions": float(scheduler.evictions),
             "forks": float(scheduler.forks),
             "preemptions": float(scheduler.preemptions),
+            "healthy": float(self._failure is None and not self._closing),
             **({} if self._saved is None else self._saved.stats()),
         }
 
@@ -318,16 +328,6 @@ class NativeEngine:
 
         self._put(future, command)
         await future
-
-    @staticmethod
-    def _deliver(deliveries: Sequence[_Delivery]) -> None:
-        for future, result in deliveries:
-            if future.done():
-                continue
-            if isinstance(result, BaseException):
-                future.set_exception(result)
-            else:
-                future.set_result(result)
 
     # From here on: called in the engine's thread.
 
@@ -420,8 +420,8 @@ class NativeEngine:
         request_id = self._engine.import_state(state, caches=caches)
         self._waiters[request_id] = _Waiter(future, state.header["session"], turn)
 
-    def _load(self, tensors: Mapping[str, Any], version: int) -> None:
-        self._engine.load_state(tensors, version, caches=self._caches)
+    def _load(self, state: Any, version: int) -> None:
+        self._engine.load_state(state, version, caches=self._caches)
 
     def _swap(self, version: int, change: Callable[[], None]) -> None:
         begin = time.perf_counter()
@@ -433,12 +433,11 @@ class NativeEngine:
 
     def _publish(self, output: StepOutput) -> None:
         """Hands a step's tokens to the listener, then puts the turns that ended into the outbox."""
+        self._names.note(self._engine.take_starts(), self._waiters)
         if self._on_step is not None and output.token_ids.size:
-            waiters = [self._waiters[i] for i in output.request_ids.tolist()]
             self._on_step(
                 StepFrame(
-                    [waiter.session for waiter in waiters],
-                    [waiter.turn for waiter in waiters],
+                    *self._names.of(output.request_ids, self._waiters),
                     output.token_ids.astype(np.int32),
                     output.logprobs.astype(np.float32),
                     output.version,
@@ -446,6 +445,7 @@ class NativeEngine:
                     output.expert_ids,
                     output.sampling_mask,
                     output.selections,
+                    self._names.take_starts(),
                 )
             )
         for request_id in output.ready:
@@ -454,8 +454,9 @@ class NativeEngine:
         for finished in output.finished:
             self._finish(finished)
 
-    def _announce(self, session: str, turn: int, sampled: Completion) -> None:
-        for frame in step_frames(session, turn, sampled):
+    def _announce(self, request: GenerateRequest, sampled: Completion) -> None:
+        known = 0 if request.completed is None else len(request.completed.token_ids)
+        for frame in step_frames(request.session, request.turn, sampled, len(request.token_ids), known):
             if self._on_step is not None:
                 self._on_step(frame)
 
@@ -472,7 +473,7 @@ class NativeEngine:
             return
         deliveries, self._outbox = self._outbox, []
         try:
-            self._loop.call_soon_threadsafe(self._deliver, deliveries)
+            self._loop.call_soon_threadsafe(deliver, deliveries)
         except RuntimeError:
             if not self._loop.is_closed():
                 raise

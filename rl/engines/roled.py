@@ -11,10 +11,11 @@ import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Literal, Protocol
 
-from model.engine.state import RequestState
+from model.engine.state import sampled
 from model.vision import ImageTokens
 from rl.engines.base import Completion, GenerateRequest, HistoryImages
 from rl.engines.native import EngineClosedError, NativeEngine, Prefilled
+from rl.engines.turns import of_columns
 from rl.restarts import ProcessDiedError
 
 _HELPER_S = 300.0
@@ -84,11 +85,10 @@ class RoledEngine:
         """
         rows = await self._encoded(request)
         state = await self._prefilled(request, rows)
-        known = 0 if request.completed is None else len(request.completed.token_ids)
         if isinstance(state, Completion):
-            await self._decode.announce(request.session, request.turn, _after(state, known))
+            await self._decode.announce(request, state)
             return state
-        await self._decode.announce(request.session, request.turn, _after(_sampled(state), known))
+        await self._decode.announce(request, of_columns(sampled(state)))
         caches = "keep" if state.header["version"] == self.version else self._caches
         return await self._decode.continue_state(state, request.turn, caches=caches)
 
@@ -156,17 +156,3 @@ class RoledEngine:
                 f"no engine that computes prompts came within {self._wait_s:g} s ({death or 'none was'}): "
                 "see the logs of the prefill and encode processes"
             ) from death
-
-
-def _sampled(state: RequestState) -> Completion:
-    """The turn's tokens so far."""
-    columns, start = state.tensors, int(state.header["start"])
-    return Completion(
-        tuple(columns["token_ids"][start:].tolist()),
-        tuple(columns["logprobs"].tolist()),
-        tuple(columns["versions"].tolist()),
-    )
-
-
-def _after(sampled: Completion, known: int) -> Completion:
-    return Completion(sampled.token_ids[known:], sampled.logprobs[known:], sampled.policy_versions[known:])

@@ -43,12 +43,11 @@ def compare(first: Path, second: Path, *, force: bool) -> list[str]:
 
     Raises:
         CompareError: A result cannot be read, is not complete, or the two differ in effort, scaffold, n,
-            environment
-            or sampling.
+            environment or sampling.
     """
     a, b = _cells(first), _cells(second)
     problems = _problems(a, b) + [
-        f"{path} is not complete; go on with resume=true"
+        f"{path} is not complete; go on with `temper eval {path}`"
         for path, cells in ((first, a), (second, b))
         if any(cell["n_done"] < cell["n"] for cell in cells.values())
     ]
@@ -99,12 +98,22 @@ def _cells(folder: Path) -> dict[Cell, Any]:
         data = json.loads(file.read_text(encoding="utf-8"))
         if data["format"] != FORMAT:
             raise ValueError(f"format {data['format']} is not {FORMAT}")
-        return {Cell(**cell["cell"]): cell for cell in data["cells"]}
+        if not data["cells"]:
+            raise ValueError("it has no cell")
+        return {Cell(**cell["cell"]): _whole(cell) for cell in data["cells"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CompareError(
             f"{file} is no result of `temper eval` ({type(error).__name__}: {error}); give the folder it "
             "printed last"
         ) from error
+
+
+def _whole(cell: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The cell, when it has what is compared."""
+    Identity(**cell["identity"])
+    if absent := {"n", "n_done", "avg", "scores"} - cell.keys():
+        raise ValueError(f"a cell has no {min(absent)}")
+    return cell
 
 
 def _model(cells: Mapping[Cell, Any]) -> str:

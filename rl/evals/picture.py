@@ -33,8 +33,11 @@ def draw_quality(results: Sequence[CellResult], folder: Path, title: str) -> Pat
     figure.suptitle(title)
     path = folder / PICTURE
     partial = folder / f".{PICTURE}.partial"
-    figure.savefig(partial, format="png", dpi=90)
-    partial.replace(path)
+    try:
+        figure.savefig(partial, format="png", dpi=90)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
     return path
 
 

@@ -17,7 +17,7 @@ from envs.types import Task
 from rl.evals.rows import Cell
 from rl.evals.settings import EvalSettings
 
-_ENGINE = ("fake_quant", "exact", "storage", "replay")
+_ENGINE = ("engine", "fake_quant", "exact", "storage", "replay")
 
 
 class PlanError(ValueError):
@@ -128,8 +128,7 @@ def _tasks(env: Environment, settings: EvalSettings) -> list[Task]:
     if len(tasks) < settings.n:
         raise PlanError(
             f"environment {env.name!r} has {len(tasks)} tasks in split {settings.split!r}, n={settings.n} "
-            "were asked "
-            f"for; give n={len(tasks)} or less"
+            f"were asked for; give n={len(tasks)} or less"
             if tasks
             else f"environment {env.name!r} has no task in split {settings.split!r}; give another split="
         )
@@ -138,7 +137,8 @@ def _tasks(env: Environment, settings: EvalSettings) -> list[Task]:
 
 def _sampling(settings: EvalSettings) -> dict[str, Any]:
     names = ("k", "seed", "temperature", "top_p", "top_k", "max_completion_tokens", "max_tokens", "max_turns")
-    return settings.model_dump(mode="json", include={*names, *_ENGINE, "deadline_s"})
+    engine = (*_ENGINE, "vllm") if settings.engine == "vllm" else _ENGINE
+    return settings.model_dump(mode="json", include={*names, *engine, "deadline_s"})
 
 
 def _hash(data: Any) -> str:

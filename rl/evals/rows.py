@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,10 +14,15 @@ from typing import Any, Self
 
 from envs.types import Missing, Trajectory
 from rl.rollout.buffer import outcome
+from rl.watch.jsonl import whole_bytes
 
 
 class RowsError(ValueError):
     """A file of rows that cannot be used: which, and why."""
+
+
+class DiskError(RuntimeError):
+    """Rows or a report cannot be written: where, why, and that nothing that was written is lost."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -126,7 +132,7 @@ class RowLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = path.open("a+b")
+        self._file = path.open("a+b", buffering=0)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -141,23 +147,40 @@ class RowLog:
             raise
 
     def _recover(self) -> Rows:
-        """Reads all rows; a last line that a kill cut off is removed."""
+        """Reads all rows; what a kill or a loss of power left behind them is removed."""
         self._file.seek(0)
         data = self._file.read()
-        whole = data[: data.rfind(b"\n") + 1]
+        whole = data[: whole_bytes(data)]
         if len(whole) < len(data):
             self._file.truncate(len(whole))
         return parse_rows(whole.decode("utf-8", "replace"), self.path)
 
     def write(self, rows: Sequence[Row], cell: Cell, device_s: float) -> None:
-        """Appends rows of a cell and the device's seconds since the last call."""
+        """Appends rows of a cell and the device's seconds since the last call, all of them or none.
+
+        Raises:
+            DiskError: They cannot be written; the file is as it was.
+        """
         lines = [{"row": asdict(row)} for row in rows]
         lines.append({"used": {"cell": asdict(cell), "device_s": device_s}})
-        self._file.write("".join(f"{json.dumps(line)}\n" for line in lines).encode())
-        self._file.flush()
+        self._append("".join(f"{json.dumps(line)}\n" for line in lines).encode())
         for row in rows:
             self.found.add(row)
         self.found.used(cell, device_s)
+
+    def _append(self, data: bytes) -> None:
+        end = self._file.seek(0, os.SEEK_END)
+        left = memoryview(data)
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+            os.fsync(self._file.fileno())  # the weights that could draw them anew are let go at the end
+        except OSError as error:
+            self._file.truncate(end)
+            raise DiskError(
+                f"{self.path} cannot be written ({error.strerror}); what it holds is kept. Make room, and "
+                f"`temper eval {self.path.parent}` draws the rest"
+            ) from error
 
     def __enter__(self) -> Self:
         return self
@@ -175,12 +198,12 @@ def read_rows(path: Path) -> Rows:
         RowsError: It is not there, or cannot be read.
     """
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        data = path.read_bytes()
     except OSError as error:
         raise RowsError(
             f"{path} cannot be read ({error.strerror}); is this the folder of an evaluation?"
         ) from error
-    return parse_rows(text[: text.rfind("\n") + 1], path)
+    return parse_rows(data[: whole_bytes(data)].decode("utf-8", "replace"), path)
 
 
 def parse_rows(text: str, path: Path) -> Rows:
@@ -200,8 +223,7 @@ def parse_rows(text: str, path: Path) -> Rows:
         except (ValueError, KeyError, TypeError) as error:
             raise RowsError(
                 f"{path}, line {number} is no row of an evaluation ({type(error).__name__}: {error}); "
-                "remove the "
-                "line, and its sample is drawn again with resume=true"
+                f"remove the line, and `temper eval {path.parent}` draws its sample again"
             ) from error
     return found
 

@@ -16,8 +16,8 @@ from rl.evals.picture import draw_quality
 from rl.evals.plan import EvalPlan, Identity, PlanError, make_plan
 from rl.evals.prices import Prices, load_prices
 from rl.evals.report import Report, make_report, write_report
-from rl.evals.rows import Cell, RowLog
-from rl.evals.sampling import Progress, open_sampler
+from rl.evals.rows import Cell, DiskError, RowLog
+from rl.evals.sampling import Progress, check_engine, open_sampler
 from rl.evals.settings import EvalSettings, changed_settings
 from rl.evals.target import Target, digest_of, pin
 from rl.launch.run import write_atomically
@@ -44,19 +44,39 @@ class Evaluation:
 
         Raises:
             KeyboardInterrupt: It was interrupted; what had finished is kept and reported.
+            DiskError: Rows or the report cannot be written.
+            PlanError: Samples are missing, and the weights are not kept any more.
         """
         with RowLog(self.folder / _ROWS) as log:
             try:
                 if self._unfinished(log):
+                    self._require_weights()
                     with guard():
                         asyncio.run(self._sample(log, progress_on(screen)))
             finally:
-                report = make_report(self.plan, log.found, self.prices)
-                write_report(report, self.folder)
-                draw_quality(report.results, self.folder, self.plan.cells[0].identity.model)
+                report = self._report(log)
         if not self._unfinished(log):
             shutil.rmtree(self.folder / _PINNED, ignore_errors=True)
         return report
+
+    def _report(self, log: RowLog) -> Report:
+        report = make_report(self.plan, log.found, self.prices)
+        try:
+            write_report(report, self.folder)
+            draw_quality(report.results, self.folder, self.plan.cells[0].identity.model)
+        except OSError as error:
+            raise DiskError(
+                f"the report in {self.folder} cannot be written ({error.strerror}); every sample that is "
+                f"done is kept. Make room, and `temper eval {self.folder}` goes on"
+            ) from error
+        return report
+
+    def _require_weights(self) -> None:
+        if not (self.folder / _PINNED).is_dir():
+            raise PlanError(
+                f"{self.folder} was finished, so that its weights are not kept any more, and now samples are "
+                f"missing in {_ROWS}; begin a new evaluation"
+            )
 
     def _unfinished(self, log: RowLog) -> bool:
         rows = log.found.rows
@@ -69,14 +89,16 @@ class Evaluation:
 
 
 def begin(settings: EvalSettings, target: Target) -> Evaluation:
-    """Makes the folder of an evaluation, with its plan and its pinned weights.
+    """Makes the folder of an evaluation, with its plan and its pinned weights; it appears when it is whole.
 
     Raises:
         PlanError: The folder is taken or cannot be written, or an environment has too few tasks.
         TargetError: The checkpoint is gone.
+        EngineStartError, ModelFolderError: The engine is not to be had, or does not serve this policy.
         PriceError: The price file cannot be used.
     """
     prices = _prices(settings)
+    check_engine(settings, target.policy)
     digest = digest_of(target.policy)
     plan = make_plan(settings, target.name, target.step, digest)
     folder = Path(settings.out).expanduser() if settings.out else _default_folder(plan, target)
@@ -85,15 +107,19 @@ def begin(settings: EvalSettings, target: Target) -> Evaluation:
             f"{folder} exists; if it is an evaluation, `temper eval {folder}` goes on with it; else give "
             "another out="
         )
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
     try:
-        folder.mkdir(parents=True)
-        pin(target, folder / _PINNED)
-        write_atomically(folder / PLAN, json.dumps(_stored(plan), indent=1))
+        partial.mkdir(parents=True)
+        pin(target, partial / _PINNED)
+        write_atomically(partial / PLAN, json.dumps(_stored(plan), indent=1))
+        if digest_of(partial / _PINNED) != digest:
+            raise PlanError(f"{target.name} changed while it was being linked; ask for it again")
+        partial.rename(folder)
     except OSError as error:
         raise PlanError(f"{folder} cannot be written ({error.strerror}); give another out=") from error
-    if digest_of(folder / _PINNED) != digest:
-        shutil.rmtree(folder)
-        raise PlanError(f"{target.name} changed while it was being linked; ask for it again")
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return Evaluation(plan, folder, prices)
 
 
@@ -113,12 +139,11 @@ def go_on(folder: Path, words: Sequence[str]) -> Evaluation:
     try:
         stored = json.loads((folder / PLAN).read_text(encoding="utf-8"))
         before = [Identity(**identity) for _, identity in stored["cells"]]
-        settings = changed_settings(words, stored["settings"])
-    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+        model, settings = before[0], changed_settings(words, stored["settings"])
+    except (OSError, LookupError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise PlanError(
             f"{folder / PLAN} cannot be read ({type(error).__name__}: {error}); begin the evaluation anew"
         ) from error
-    model = before[0]
     digest = digest_of(folder / _PINNED) if (folder / _PINNED).is_dir() else model.digest
     plan = make_plan(settings, model.model, model.step, digest)
     changed = [

@@ -16,13 +16,16 @@ from envs import scaffolds
 from envs.base import Environment
 from envs.types import Missing, Trajectory, TrajectoryKey
 from model.chat import ChatFormat, load_chat
-from model.checkpoint import load_policy
 from model.engine.sampler import SamplingParams
+from model.policies import open_policy
 from rewards import unit_tests
 from rl import build
 from rl.crew import fleet_state
 from rl.engines.base import Engine
 from rl.engines.native import NativeEngine
+from rl.engines.vllm import VllmEngine
+from rl.engines.vllm_installed import check_installed
+from rl.engines.vllm_model import ModelFolder
 from rl.evals.plan import EvalPlan, Planned
 from rl.evals.rows import Cell, Row, RowLog, row_of
 from rl.evals.settings import EvalSettings
@@ -35,6 +38,11 @@ from sandbox.client import Fleet
 
 _COLLECT_S = 0.5
 _STOP_S = 10.0
+
+
+class EngineLostError(RuntimeError):
+    """The engine died; samples that have a score are kept, the others are drawn when it goes on."""
+
 
 Progress = Callable[[Cell, int, int], None]
 """Is told the cell that is sampled, and how many samples of the whole evaluation are done of how many."""
@@ -56,7 +64,11 @@ class Sampler:
     _busy: float = 0.0
 
     async def run(self, plan: EvalPlan) -> None:
-        """Draws every sample that the log does not have yet; when cancelled, the log keeps what is there."""
+        """Draws every sample that the log does not have yet; when cancelled, the log keeps what is there.
+
+        Raises:
+            EngineLostError: The engine died.
+        """
         try:
             for planned in plan.cells:
                 await self._cell(planned, plan.samples)
@@ -70,11 +82,19 @@ class Sampler:
         while left:
             self._start(worker)
             ended = await self._loop.collect(_COLLECT_S)
+            lost = not self.engine.stats()["healthy"]
+            if lost:  # what has no score may lack it because of that
+                ended = [t for t in ended if not isinstance(t.score, Missing)]
             final = [t for t in ended if not self._again(t, planned)]
             left -= len(final)
             rows = [row_of(t, planned.cell, self.version, own_sandbox=own) for t in final]
             self._write(rows, planned.cell)
             self.progress(planned.cell, self._done(), total)
+            if lost and left:
+                raise EngineLostError(
+                    f"the engine died with {left} samples of {planned.cell} to go; what has a score is kept: "
+                    f"`temper eval {self.log.path.parent}` goes on with the rest"
+                )
 
     def _missing(self, planned: Planned) -> list[Assignment]:
         """Assignments of the cell's samples without a score, those of an earlier attempt one attempt on."""
@@ -168,18 +188,10 @@ async def open_sampler(
     """
     settings = plan.settings
     build.use_threads(settings.threads)
-    policy, chat = load_policy(policy_folder), load_chat(policy_folder)
+    chat = load_chat(policy_folder)
     version = plan.cells[0].identity.step
-    policy.fake_quant, policy.exact = settings.fake_quant, settings.exact
     async with AsyncExitStack() as stack:
-        engine = NativeEngine(
-            policy,
-            max_requests=settings.max_in_flight,
-            max_tokens=settings.max_tokens,
-            version=version,
-            storage=settings.storage,
-            replay=settings.replay,
-        )
+        engine = await _open_engine(settings, policy_folder, version)
         stack.push_async_callback(engine.close)
         fleet = None
         if any(p.env.sandbox is not None or p.env.reward_name == "unit_tests" for p in plan.cells):
@@ -189,3 +201,37 @@ async def open_sampler(
             stack.push_async_callback(fleet.close)
             unit_tests.judge_in(fleet)
         yield Sampler(settings, version, engine, chat, fleet, log, progress)
+
+
+def check_engine(settings: EvalSettings, policy_folder: Path) -> None:
+    """Returns when the engine is there and takes this policy, as far as can be told without starting it.
+
+    Raises:
+        EngineStartError: vLLM is not installed, or another release.
+        ModelFolderError: vLLM does not serve this policy, or not with so many tokens.
+    """
+    if settings.engine == "vllm":
+        ModelFolder.read(policy_folder).check_context(settings.max_tokens)
+        check_installed()
+
+
+async def _open_engine(settings: EvalSettings, policy_folder: Path, version: int) -> Engine:
+    if settings.engine == "vllm":
+        return await VllmEngine.start(
+            policy_folder,
+            settings.vllm,
+            threads=settings.threads,
+            version=version,
+            max_requests=settings.max_in_flight,
+            max_tokens=settings.max_tokens,
+        )
+    policy = open_policy(policy_folder)
+    policy.fake_quant, policy.exact = settings.fake_quant, settings.exact
+    return NativeEngine(
+        policy,
+        max_requests=settings.max_in_flight,
+        max_tokens=settings.max_tokens,
+        version=version,
+        storage=settings.storage,
+        replay=settings.replay,
+    )

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from rl.engines.capabilities import EngineName
+from rl.engines.vllm_settings import VllmSettings
 from rl.launch.config import RunConfig
-
-
-class SettingsError(ValueError):
-    """Settings of an evaluation that make no sense: one line for each."""
+from rl.launch.words import read_words
 
 
 class EvalSettings(BaseModel):
@@ -31,6 +28,7 @@ class EvalSettings(BaseModel):
         temperature: 0 is greedy.
         max_completion_tokens: bound of a turn; `max_tokens` bounds a whole sequence.
         max_turns: overrides the environment's.
+        engine: native, or vllm for a model of transformers; `vllm` says how that is started.
         fake_quant: whether keys are rounded as caches store them.
         exact, storage, replay: of the engine, as in a run.
         pass_at: the k of pass@k; by default 1 and k.
@@ -63,6 +61,8 @@ class EvalSettings(BaseModel):
     max_completion_tokens: int = Field(ge=1)
     max_tokens: int = Field(ge=2)
     max_turns: int | None = Field(default=None, ge=1)
+    engine: EngineName = "native"
+    vllm: VllmSettings = VllmSettings()
     fake_quant: bool = True
     exact: bool = False
     storage: Literal["dense", "packed"] = "dense"
@@ -118,6 +118,8 @@ class EvalSettings(BaseModel):
                 f"max_completion_tokens={self.max_completion_tokens} leaves no room for a prompt in "
                 f"max_tokens={self.max_tokens}; make the second larger"
             )
+        if self.engine == "vllm":
+            self._check_vllm()
         if self.deadlines_s and self.deadlines_s[-1] > self.deadline_s:
             raise ValueError(
                 f"deadlines_s={list(self.deadlines_s)} goes beyond deadline_s={self.deadline_s:g}, after "
@@ -131,6 +133,16 @@ class EvalSettings(BaseModel):
         if not self.sandbox_url:
             raise ValueError("sandbox_url is empty; it is `local` or the address of a fleet's front")
         return self
+
+    def _check_vllm(self) -> None:
+        for name in ("fake_quant", "exact"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"engine=vllm does not do {name}=true: set {name}=false for a model of transformers; a "
+                    "policy of our own network needs engine=native"
+                )
+        if self.storage != "dense" or self.replay != "off":
+            raise ValueError("engine=vllm has caches of its own: set storage=dense replay=off")
 
     @property
     def passes(self) -> tuple[int, ...]:
@@ -151,7 +163,7 @@ def read_settings(words: Sequence[str], config: RunConfig) -> EvalSettings:
     Raises:
         SettingsError: A word has another form, a key is unknown, or a value is wrong.
     """
-    return _read(words, _of_run(config), frozenset(EvalSettings.model_fields))
+    return read_words(EvalSettings, words, _of_run(config))
 
 
 def changed_settings(words: Sequence[str], stored: Mapping[str, Any]) -> EvalSettings:
@@ -160,53 +172,11 @@ def changed_settings(words: Sequence[str], stored: Mapping[str, Any]) -> EvalSet
     Raises:
         SettingsError: As above, or a setting that samples depend on is to change.
     """
-    return _read(words, stored, CHANGEABLE)
-
-
-def _read(words: Sequence[str], base: Mapping[str, Any], allowed: frozenset[str]) -> EvalSettings:
-    problems: list[str] = []
-    given: dict[str, Any] = {}
-    for word in words:
-        problem = _read_word(word, given)
-        problems += [problem] if problem else []
-    problems += [
-        f"{key}: the samples were drawn with {base.get(key)!r}; begin another evaluation to change it"
-        for key in sorted(given.keys() - allowed)
-    ]
-    try:
-        settings = EvalSettings.model_validate({**base, **given})
-    except ValidationError as error:
-        problems += [_problem(details, given) for details in error.errors()]
-        raise SettingsError("\n".join(problems)) from None
-    if problems:
-        raise SettingsError("\n".join(problems))
-    return settings
-
-
-def _read_word(word: str, given: dict[str, Any]) -> str:
-    """Puts a word into `given`; returns what is wrong with it."""
-    key, equals, text = word.partition("=")
-    if not equals or not key:
-        return f"{word}: a setting has the form key=value, as in n=200 or effort=[1,50,100]"
-    if key not in EvalSettings.model_fields:
-        near = difflib.get_close_matches(key, EvalSettings.model_fields, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}? " if near else ""
-        return f"{key}: there is no such setting; {hint}There are {', '.join(EvalSettings.model_fields)}"
-    if key in given:
-        return f"{key} is given twice"
-    try:
-        given[key] = yaml.safe_load(text) if text else ""
-    except yaml.YAMLError:
-        return f"{word}: the value cannot be read; a list is written [1,50,100]"
-    return ""
-
-
-def _problem(details: Mapping[str, Any], given: Mapping[str, Any]) -> str:
-    where = ".".join(str(part) for part in details["loc"])
-    text = str(details["msg"]).removeprefix("Value error, ")
-    key = str(details["loc"][0]) if details["loc"] else ""
-    value = f" (given: {given[key]!r})" if key in given and details["type"] != "value_error" else ""
-    return f"{where}: {text}{value}" if where else text
+    fixed = {
+        name: f"the samples were drawn with {stored.get(name)!r}; begin another evaluation to change it"
+        for name in EvalSettings.model_fields.keys() - CHANGEABLE
+    }
+    return read_words(EvalSettings, words, stored, fixed)
 
 
 def _of_run(config: RunConfig) -> dict[str, Any]:
@@ -224,6 +194,8 @@ def _of_run(config: RunConfig) -> dict[str, Any]:
         "max_completion_tokens": engine.max_completion_tokens,
         "max_tokens": engine.max_tokens,
         "max_turns": config.scaffold.max_turns,
+        "engine": engine.name,
+        "vllm": engine.vllm,
         "fake_quant": config.trainer.fake_quant,
         "exact": config.model.exact,
         "storage": engine.storage,

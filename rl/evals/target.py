@@ -16,6 +16,7 @@ from pathlib import Path
 import yaml
 from pydantic import ValidationError
 
+from model.hf.folder import is_hf_folder
 from rl.checkpoint import CheckpointStore
 from rl.launch.compose import load_config
 from rl.launch.config import RunConfig
@@ -42,7 +43,7 @@ class Target:
     def config(self) -> RunConfig:
         """The configuration of its run; that of no experiment for a folder outside of one."""
         if self.run is None:
-            return load_config([])
+            return load_config(["policy=hf"] if is_hf_folder(self.policy) else [])
         file = self.run / "resolved.yaml"
         try:
             return RunConfig.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
@@ -117,13 +118,19 @@ def pin(target: Target, folder: Path) -> None:
     """Puts the files of `target` into `folder`: linked, or copied where links are not possible.
 
     Raises:
-        TargetError: The checkpoint was removed meanwhile.
+        TargetError: The checkpoint was removed meanwhile, or there is no room for a copy.
     """
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         shutil.copytree(target.policy, partial, copy_function=_link)
     except (FileNotFoundError, shutil.Error) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if (target.policy / _CONFIG).is_file():
+            raise TargetError(
+                f"{target.name} cannot be copied into {folder.parent} ({error}); make room, or give an out= "
+                "on the disk of the checkpoint, where it is linked"
+            ) from error
         raise TargetError(
             f"{target.name} was removed while it was being linked ({error}); ask for it again: a run's "
             "newest "

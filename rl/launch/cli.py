@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import importlib.metadata
 import re
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from rl.launch.eval_cli import add_eval
+from rl.launch.export_cli import add_export
 from rl.launch.merge_cli import add_merge
 from rl.launch.roots import check_roots
 from rl.launch.sandbox_cli import add_sandbox
@@ -37,6 +39,10 @@ Every setting is key=value. Groups of settings are chosen by name, as in model=n
   temper train run.name=long resume=true     continue it
   temper train experiment=calc --print-config  all keys with their values
 """
+
+
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
+"""What a disk answers when the fault is the machine's and not ours."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -66,6 +72,7 @@ def parser() -> Parser:
     _add_train(commands)
     add_eval(commands)
     add_merge(commands)
+    add_export(commands)
     _add_run(commands)
     _add_env(commands)
     add_sandbox(commands, Parser)
@@ -96,6 +103,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(error, file=sys.stderr)
         return 1
+    except OSError as error:
+        if error.errno not in _DISK:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"{where}{error.strerror}; make room, or give a place that can be written", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
 
@@ -104,7 +117,9 @@ def parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Reads a command line; settings (of `train`, say) may stand before and after the options."""
     top = parser()
     parsed, rest = top.parse_known_args(words)
-    wrong = [word for word in rest if word.startswith("-") or parsed.command not in ("train", "eval")]
+    wrong = [
+        word for word in rest if word.startswith("-") or parsed.command not in ("train", "eval", "serve")
+    ]
     if wrong:
         top.error(f"temper {parsed.command}: {' '.join(wrong)} is not understood")
     return parsed, rest

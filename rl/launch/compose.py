@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,6 +44,9 @@ def load_config(overrides: Sequence[str]) -> RunConfig:
     tree = _compose(readable, groups)
     problems += [_unknown(path, list(valid_keys(RunConfig))) for path in unknown_keys(tree, RunConfig)]
     config, wrong = _validated(_with_defaults(_known_part(tree, RunConfig)))
+    wrong = wrong or [
+        f"{path} is nan, which is no number; give one, or leave it out" for path in _without_number(tree)
+    ]
     if problems or wrong or config is None:
         raise ConfigError("\n".join(problems + wrong))
     return config
@@ -98,6 +102,15 @@ def _leaves(value: Any, path: str) -> Iterator[str]:
         return
     for key, inner in value.items():
         yield from _leaves(inner, f"{path}.{key}")
+
+
+def _without_number(tree: Any, path: str = "") -> Iterator[str]:
+    """Yields the path of each value that is NaN, which no comparison of a check would catch."""
+    if isinstance(tree, float) and math.isnan(tree):
+        yield path
+    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in items:
+        yield from _without_number(value, f"{path}.{key}" if path else str(key))
 
 
 def _known_part(tree: Mapping[str, Any], model: Any) -> dict[str, Any]:
@@ -189,8 +202,10 @@ def nearest(path: str, names: Sequence[str]) -> str:
 def _problem(details: Mapping[str, Any]) -> str:
     where = ".".join(str(part) for part in details["loc"])
     text = re.sub(r"^(Value error|Assertion failed), ", "", details["msg"])
+    if details["type"] == "tuple_type":
+        text = f"a list is written [{details['input']}]"
     given = "" if details["type"] in ("value_error", "missing") else f" (given: {details['input']!r})"
-    return f"{where}: {text}{given}" if where else text
+    return f"{where}: {text}{given}" if where and not text.startswith(where) else f"{text}{given}"
 
 
 def _unreadable(text: str, groups: Mapping[str, Sequence[str]]) -> str:

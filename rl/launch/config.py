@@ -7,17 +7,22 @@ has settings owns a frozen dataclass; the sections without a component of their 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from model.config import PolicyConfig
 from rewards.length import LengthPenaltyConfig
 from rl.algorithms.config import AlgorithmConfig
+from rl.engines.capabilities import EngineName, check_engine
 from rl.engines.prefixes import PrefixSizes, Tier
+from rl.engines.vllm_settings import VllmSettings
 from rl.launch.config_env import Env
+from rl.launch.config_policy import PolicySection, check_policy
+from rl.launch.inert import refuse_inert
 from rl.launch.section import Section
 from rl.rollout.config import RolloutConfig
 from rl.rollout.efforts import EffortDistribution, Efforts
@@ -121,15 +126,18 @@ class EngineSection(Section):
         prefix: its sizes.
         persist_from: an interruption keeps the caches of turns with at least so many tokens on disk, beside
             the token log; shorter ones are computed again.
+        stage_weights: new weights are copied beside the old ones while requests go on, and only exchanged in
+            the pause; takes the policy's memory twice meanwhile. Otherwise they are copied in the pause.
         scales_every: in every so many-th forward pass block scales at their limits are counted
             (`quant/rollout/...`); 0 never counts.
+        vllm: how vLLM is started, with engine=vllm.
     """
 
-    name: Literal["native"] = "native"
+    name: EngineName = "native"
     max_requests: int = Field(default=128, ge=1)
     max_tokens: int = Field(default=64, ge=2)
     max_completion_tokens: int = Field(default=16, ge=1)
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
     persist_from: int = Field(default=256, ge=1)
@@ -140,7 +148,9 @@ class EngineSection(Section):
     replay: Literal["off", "bounded", "exact"] = "off"
     prefix_store: Tier = "off"
     prefix: PrefixSizes = PrefixSizes()
+    stage_weights: bool = True
     scales_every: int = Field(default=200, ge=0)
+    vllm: VllmSettings = VllmSettings()
 
     @model_validator(mode="after")
     def _pages_are_packed(self) -> Self:
@@ -171,10 +181,24 @@ class Effort(Section):
     in_prompt: bool = True
     length_penalty: LengthPenaltyConfig | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _levels_of_the_penalty(cls, data: Any) -> Any:
+        """The penalty's efforts are the levels, which need not be written twice."""
+        penalty = data.get("length_penalty") if isinstance(data, Mapping) else None
+        if isinstance(penalty, Mapping) and "efforts" not in penalty:
+            levels = data.get("levels", cls.model_fields["levels"].default)
+            return {**data, "length_penalty": {**penalty, "efforts": levels}}
+        return data
+
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if not self.levels or not all(1 <= level <= 100 for level in self.levels):
             raise ValueError(f"levels={list(self.levels)}: give at least one effort, each from 1 to 100")
+        if list(self.levels) != sorted(set(self.levels)):
+            raise ValueError(
+                f"levels={list(self.levels)}: a ladder ascends, each level once: {sorted(set(self.levels))}"
+            )
         self.draws(0)
         penalty = self.length_penalty
         if penalty is not None and penalty.efforts != self.levels:
@@ -292,6 +316,7 @@ class RunConfig(Section):
 
     run: Run = Field(default_factory=Run)
     model: Model = Field(default_factory=Model)
+    policy: PolicySection = Field(default_factory=PolicySection)
     env: Env
     scaffold: Scaffold = Field(default_factory=Scaffold)
     sandbox: SandboxSection = Field(default_factory=SandboxSection)
@@ -309,10 +334,12 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
+        check_policy(self)
         self.rollout.check_group_size(self.algorithm.group_size)
+        check_engine(self)
         self._check_drafter()
         self._check_training()
-        if not self.model.path:
+        if not self.model.path and self.policy.kind == "native":
             self.trainer.parallel.check(PolicyConfig.preset(self.model.preset))
         self._check_caps()
         self._check_distillation()
@@ -338,12 +365,6 @@ class RunConfig(Section):
                 "rollout.kv_on_update=keep goes on with keys that earlier weights computed; set "
                 "rollout.kv_on_update=recompute (or rollout.staleness=0, which updates nothing in flight)"
             )
-        if self.launcher.prefill_replicas and self.trainer.replay_choices != "off":
-            raise ValueError(
-                f"launcher.prefill_replicas={self.launcher.prefill_replicas} hand prompts on without the "
-                "experts that the token log keeps for trainer.replay_choices; set "
-                "launcher.prefill_replicas=0 or trainer.replay_choices=off"
-            )
         if self.run.resume and self.run.clean:
             raise ValueError("run.resume and run.clean exclude each other; give one of them")
         if self.rollout.max_total_tokens > self.engine.max_tokens:
@@ -360,9 +381,15 @@ class RunConfig(Section):
                 f"trainer.critic has no effect with algorithm.advantage={self.algorithm.advantage}; set "
                 "algorithm=ppo, or leave it out"
             )
-        if self.sft.data and not self.sft.steps:
-            raise ValueError("sft.data has no effect with sft.steps=0; set sft.steps, or leave it out")
+        if self.algorithm.needs_reference and self.trainer.parallel.data > 1:
+            raise ValueError(
+                f"algorithm.kl_coef={self.algorithm.kl_coef} with trainer.parallel.data="
+                f"{self.trainer.parallel.data}: the reference policy is not divided over processes so far; "
+                "set one of them to its default"
+            )
         for name in ("data", "validation"):
+            if getattr(self.sft, name) and not self.sft.steps:
+                raise ValueError(f"sft.{name} has no effect with sft.steps=0; set sft.steps, or leave it out")
             for path in getattr(self.sft, name):
                 if not Path(path).expanduser().exists():
                     raise ValueError(f"sft.{name}: there is no {path} (seen from {Path.cwd()})")
@@ -373,13 +400,9 @@ class RunConfig(Section):
         return self.opd.steps if self.opd.teachers else self.trainer.steps
 
     def _check_distillation(self) -> None:
+        refuse_inert(self.opd, self.trainer, self.algorithm, self.effort.length_penalty)
         if not self.opd.teachers:
             return
-        if self.trainer.parallel.data > 1:
-            raise ValueError(
-                f"opd.teachers with trainer.parallel.data={self.trainer.parallel.data}: one process distils "
-                "so far; set trainer.parallel.data=1"
-            )
         if self.trainer.steps:
             raise ValueError(
                 f"opd.teachers and trainer.steps={self.trainer.steps}: a run distils or reinforces; set "
@@ -390,8 +413,7 @@ class RunConfig(Section):
             if getattr(self.opd, name) != ours:
                 raise ValueError(
                     f"opd.{name}={getattr(self.opd, name)} is not the sampler's ({ours}): the loss would be "
-                    "of "
-                    f"another distribution; set opd.{name}={ours}"
+                    f"of another distribution; set opd.{name}={ours}"
                 )
         if self.engine.top_p < 1 or self.engine.top_k:
             raise ValueError(
@@ -409,8 +431,8 @@ class RunConfig(Section):
                 )
 
     def _check_drafter(self) -> None:
-        trained = self.trainer.draft.anchors or self.sft.draft.anchors
-        if self.model.path or not (trained or self.engine.speculate != "off"):
+        trained = self.trainer.draft.anchors or self.sft.draft.anchors or self.opd.draft.anchors
+        if self.model.path or self.policy.kind == "hf" or not (trained or self.engine.speculate != "off"):
             return
         if not self.model.fresh().num_nextn_predict_layers:
             raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
@@ -118,7 +119,15 @@ def _gpu() -> Finding:
 
     if not torch.cuda.is_available():
         return Finding("gpu", False, "none; small models train on the CPU", needed=False)
-    return Finding("gpu", True, torch.cuda.get_device_name(0), needed=False)
+    name = torch.cuda.get_device_name(0)
+    if importlib.util.find_spec("triton") is None:
+        fix = (
+            "pip install 'tempering[gpu]'; float32 policies run without, on the definitions of the operations"
+        )
+        return Finding(
+            "gpu", False, f"{name}, without Triton: bfloat16 policies do not run", fix, needed=False
+        )
+    return Finding("gpu", True, f"{name}; bfloat16 policies run on kernels, the log names each", needed=False)
 
 
 def _disk() -> Finding:

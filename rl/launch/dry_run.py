@@ -69,13 +69,17 @@ def first_tasks(config: RunConfig) -> Iterator[str]:
     """Loads all that a run names, and yields the first task of each split.
 
     Raises:
-        ValueError: The environment, its split, the scaffold, the reward or the model cannot be had.
+        ValueError: The environment, its split, the scaffold, the reward, the model or a teacher cannot be
+            had.
     """
     import envs.scaffolds
+    from rl.distil.stage import check_teachers
     from rl.environments import load_environments, open_stream
 
     envs.scaffolds.load(config.scaffold.name)
     _check_model(config)
+    if config.opd.teachers:
+        check_teachers(config)
     for env in load_environments(config).values():
         yield from _first_of(config, env)
     if config.rollout.curriculum is not None:
@@ -101,7 +105,8 @@ def _first_of(config: RunConfig, env: Environment) -> Iterator[str]:
 
 def _check_model(config: RunConfig) -> None:
     if not config.model.path:
-        config.model.fresh()
+        if config.policy.kind == "native":
+            config.model.fresh()
     elif not Path(config.model.path).expanduser().exists():
         raise ValueError(f"model.path={config.model.path}: there is no such folder; check the path")
 

@@ -12,6 +12,7 @@ Settings are key=value; what is not given is as the run was trained.
   temper eval my-run                                      its newest checkpoint, as it was trained
   temper eval my-run@40 env=[calc,sort] n=400 k=4         another checkpoint, several environments
   temper eval path/to/policy env=probe effort=[1,50,100] scaffold=[tools,chat] prices=prices.yaml
+  temper eval path/to/hf-model engine=vllm env=calc       a model of transformers, with vLLM
   temper eval runs/my-run/evals/step-40-1a2b3c            go on with an interrupted one, or report it anew
   temper eval --compare FIRST SECOND                      two results, paired by task
 """
@@ -89,10 +90,12 @@ def _run(word: str, words: Sequence[str], root: Path, console: str) -> int:
     try:
         report = evaluation.run(screen, terminate_as_interrupt)
     except KeyboardInterrupt:
+        report = None
+    finally:
         screen.close()
+    if report is None:
         print(f"interrupted; what had finished is kept. Continue with: temper eval {evaluation.folder}")
         return _INTERRUPTED
-    screen.close()
     print("\n".join(report.lines()))
     print(evaluation.folder)
     return 0 if report.complete and all(result.n_valid for result in report.results) else 1

@@ -185,11 +185,14 @@ def read_driver(path: Path) -> DriverRecord | None:
 def write_atomically(path: Path, text: str) -> None:
     """Replaces a file so that a reader sees the old or the new text, also after a loss of power."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with partial.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def as_plain(config: RunConfig) -> dict[str, Any]:

@@ -11,6 +11,7 @@ _EXAMPLES = """\
 OpenAI's clients work against it, with the address it prints as their base URL:
   temper serve my-run                                    the newest checkpoint of a run
   temper serve runs/my-run/checkpoints/step-40           this one
+  temper serve CHECKPOINT engine=vllm                    a model of transformers, with vLLM
   temper serve CHECKPOINT --host 0.0.0.0 --public --token-file ~/.tempering/serve.token
 """
 
@@ -24,6 +25,10 @@ def add_serve(commands: argparse._SubParsersAction[Any]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     serve.add_argument("target", help="a checkpoint folder, or a run's name or folder")
+    serve.add_argument(
+        "settings", nargs="*", metavar="KEY=VALUE",
+        help="engine=native or engine=vllm (default the run's, or native), and engine.vllm.*",
+    )  # fmt: skip
     serve.add_argument(
         "--root", type=Path, default=Path("runs"), help="the folder of the runs (default runs)"
     )
@@ -66,7 +71,8 @@ def add_serve(commands: argparse._SubParsersAction[Any]) -> None:
 
 def _serve(parsed: argparse.Namespace, rest: Sequence[str]) -> int:
     from rl.engines.prefixes import PrefixSizes
-    from rl.serve.command import ServeOptions, run_server
+    from rl.serve.command import run_server
+    from rl.serve.options import ServeOptions
     from sandbox.serving import Bind
 
     sizes = PrefixSizes(
@@ -90,6 +96,7 @@ def _serve(parsed: argparse.Namespace, rest: Sequence[str]) -> int:
         prefix=sizes,
         bind=Bind(parsed.host, parsed.port, parsed.public, parsed.tls_cert, parsed.tls_key),
         token_file=parsed.token_file,
+        settings=(*parsed.settings, *rest),
         drain_s=parsed.drain,
     )
     return run_server(options)

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from envs.types import Packed, Replay
+from envs.types import Images, Packed, Replay
 
 Json = Any
 
@@ -28,9 +28,9 @@ class Blob:
 
 def column_to_json(kind: str, values: Sequence[float], blob: Blob | None) -> Json:
     """Numbers as a list, or (with `blob`) as bytes of the `struct` type `kind`, or one that is repeated."""
-    if blob is None:
+    if blob is None or not values:
         return list(values)
-    if kind == "i" and values and values.count(values[0]) == len(values):
+    if kind == "i" and values and values[0] == values[-1] and values.count(values[0]) == len(values):
         return {"all": values[0], "count": len(values)}
     return {"kind": kind, "at": blob.add(struct.pack(f"<{len(values)}{kind}", *values))}
 
@@ -45,16 +45,25 @@ def column_from_json(data: Json, blob: memoryview | None) -> tuple[Any, ...]:
     return struct.unpack(f"<{len(packed) // size}{data['kind']}", packed)
 
 
-def replay_to_json(replay: Replay | None, blob: Blob | None) -> Json:
-    """What an engine chose, as JSON: arrays in base 64, or (with `blob`) as bytes beside it."""
+def replay_to_json(replay: Replay | None, blob: Blob | None, left_out: int = 0) -> Json:
+    """What an engine chose, as JSON: arrays in base 64, or (with `blob`) as bytes beside it.
+
+    Of experts and selections the last `left_out` rows are left out.
+    """
     if replay is None:
         return None
-    arrays = {name: getattr(replay, name) for name in ("experts", "kept_counts", "kept_ids", "states")}
-    return {
+    data = {
         "start": replay.start,
-        "selections": {str(layer): _packed(keys, blob) for layer, keys in replay.selections.items()},
-        **{name: _packed(item, blob) for name, item in arrays.items() if item is not None},
+        "selections": {
+            str(layer): _packed(keys, blob, left_out) for layer, keys in replay.selections.items()
+        },
     }
+    if replay.experts is not None:
+        data["experts"] = _packed(replay.experts, blob, left_out)
+    for name in ("kept_counts", "kept_ids", "states"):
+        if (item := getattr(replay, name)) is not None:
+            data[name] = _packed(item, blob)
+    return data
 
 
 def replay_from_json(data: Json, blob: memoryview | None) -> Replay | None:
@@ -69,9 +78,30 @@ def replay_from_json(data: Json, blob: memoryview | None) -> Replay | None:
     )
 
 
-def _packed(item: Packed, blob: Blob | None) -> Json:
-    where = base64.b64encode(item.data).decode() if blob is None else blob.add(item.data)
-    return [item.kind, list(item.shape), where]
+def images_to_json(images: Images, blob: Blob | None) -> Json:
+    """The images of a prompt as JSON, as `replay_to_json`."""
+    patches = [_packed(item, blob) for item in images.patches]
+    return {
+        "types": _packed(images.types, blob),
+        "patches": patches,
+        "grids": [list(grid) for grid in images.grids],
+    }
+
+
+def images_from_json(data: Json, blob: memoryview | None) -> Images | None:
+    """The record of `images_to_json`; None for no data."""
+    if data is None:
+        return None
+    patches = tuple(_array(item, blob) for item in data["patches"])
+    return Images(_array(data["types"], blob), patches, tuple((h, w) for h, w in data["grids"]))
+
+
+def _packed(item: Packed, blob: Blob | None, left_out: int = 0) -> Json:
+    shape, data = list(item.shape), item.data
+    if left_out:
+        rows = shape[0] - left_out
+        shape[0], data = rows, data[: len(data) // shape[0] * rows]
+    return [item.kind, shape, base64.b64encode(data).decode() if blob is None else blob.add(data)]
 
 
 def _unpacked(data: Mapping[str, Json], name: str, blob: memoryview | None) -> Packed | None:

@@ -118,7 +118,8 @@ class Buffer:
 
     def open(self, group: int, task: Task, effort: int, scaffold: str, size: int) -> None:
         """Announces a group; announcing it again (after a resume) changes nothing."""
-        if group not in self._gathering and all(ready.id != group for ready in self._ready):
+        complete = (*self._ready, *self._dropped)
+        if group not in self._gathering and all(known.id != group for known in complete):
             self._gathering[group] = _Gathering(task, effort, scaffold, size)
 
     def add(self, trajectory: Trajectory) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import base64
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 from envs.types import (
@@ -17,6 +18,7 @@ from envs.types import (
     ErrorInfo,
     FinishReason,
     Group,
+    Images,
     Message,
     Missing,
     Role,
@@ -31,7 +33,15 @@ from envs.types import (
 )
 from model.engine.sampler import SamplingParams
 from rl.rollout.assignment import Assignment, Purpose
-from rl.rollout.blob import Blob, column_from_json, column_to_json, replay_from_json, replay_to_json
+from rl.rollout.blob import (
+    Blob,
+    column_from_json,
+    column_to_json,
+    images_from_json,
+    images_to_json,
+    replay_from_json,
+    replay_to_json,
+)
 
 Json = Any
 _ROLES = {str(role): role for role in Role}
@@ -121,19 +131,26 @@ def task_from_json(data: Json) -> Task:
     )
 
 
-def turn_to_json(turn: Turn, blob: Blob | None = None) -> Json:
-    """One turn as JSON; floats keep every bit. With `blob` the columns of tokens are bytes in that."""
-    return {
+def turn_to_json(turn: Turn, blob: Blob | None = None, *, sampled: bool = True) -> Json:
+    """One turn as JSON; floats keep every bit. With `blob` the columns of tokens are bytes in that.
+
+    Without `sampled` what was sampled is left out: tokens, and the engine's choices for as many inputs.
+    """
+    ids, logprobs, versions, left_out = turn.completion_ids, turn.logprobs, turn.policy_versions, 0
+    if not sampled:
+        ids, logprobs, versions, left_out = (), (), (), len(ids)
+    images = {} if turn.images is None else {"images": images_to_json(turn.images, blob)}
+    return images | {
         "prompt_ids": column_to_json("i", turn.prompt_ids, blob),
-        "completion_ids": column_to_json("i", turn.completion_ids, blob),
-        "logprobs": column_to_json("d", turn.logprobs, blob),
-        "policy_versions": column_to_json("i", turn.policy_versions, blob),
+        "completion_ids": column_to_json("i", ids, blob),
+        "logprobs": column_to_json("d", logprobs, blob),
+        "policy_versions": column_to_json("i", versions, blob),
         "finish": str(turn.finish),
         "message": message_to_json(turn.message),
         "observations": [message_to_json(message) for message in turn.observations],
         "parse_error": turn.parse_error,
         "replay_starts": [list(start) for start in turn.replay_starts],
-        "replay": replay_to_json(turn.replay, blob),
+        "replay": replay_to_json(turn.replay, blob, left_out),
     }
 
 
@@ -154,6 +171,7 @@ def turn_from_json(data: Json, blob: memoryview | None = None) -> Turn:
         data["parse_error"],
         tuple((encoder, decoder) for encoder, decoder in data.get("replay_starts", ())),
         replay_from_json(data.get("replay"), blob),
+        images_from_json(data.get("images"), blob),
     )
 
 
@@ -181,12 +199,18 @@ def score_from_json(data: Json) -> Score | Missing:
     return Score(data["value"], decode_value(data["parts"]))
 
 
-def trajectory_to_json(trajectory: Trajectory, blob: Blob | None = None) -> Json:
-    """One trajectory as JSON; with `blob` the columns of tokens are bytes in that."""
-    error = trajectory.error
+def trajectory_to_json(trajectory: Trajectory, blob: Blob | None = None, in_log: Container[int] = ()) -> Json:
+    """One trajectory as JSON; with `blob` the columns of tokens are bytes in that.
+
+    Of turns `in_log`, numbered over all branches, what was sampled is left out.
+    """
+    error, numbers = trajectory.error, count()
     return {
         "key": key_to_json(trajectory.key),
-        "branches": [[turn_to_json(turn, blob) for turn in branch] for branch in trajectory.branches],
+        "branches": [
+            [turn_to_json(turn, blob, sampled=next(numbers) not in in_log) for turn in branch]
+            for branch in trajectory.branches
+        ],
         "status": str(trajectory.status),
         "stop": str(trajectory.stop),
         "score": score_to_json(trajectory.score),
@@ -209,13 +233,14 @@ def trajectory_from_json(data: Json, blob: memoryview | None = None) -> Trajecto
     )
 
 
-def trajectory_to_parts(trajectory: Trajectory, in_steps: Sequence[int] = ()) -> list[bytes]:
+def trajectory_to_parts(trajectory: Trajectory, in_log: Sequence[Sequence[int]] = ()) -> list[bytes]:
     """One trajectory as the payload of a log's record: the JSON's length, the JSON, and columns as bytes.
 
-    `in_steps` are turns whose choices `rl.rollout.ends` left in the log's steps.
+    `in_log` are turns whose tokens stay in the log's steps, as `rl.rollout.ends` found.
     """
     blob = Blob()
-    data = trajectory_to_json(trajectory, blob) | {"in_steps": list(in_steps)}
+    data = trajectory_to_json(trajectory, blob, {number for number, _, _ in in_log})
+    data["in_log"] = in_log
     text = json.dumps(data).encode()
     return [struct.pack("<I", len(text)), text, *blob.parts]
 
@@ -225,11 +250,28 @@ def text_to_parts(text: bytes) -> list[bytes]:
     return [struct.pack("<I", len(text)), text]
 
 
-def trajectory_from_bytes(payload: bytes) -> tuple[Trajectory, list[int]]:
-    """What `trajectory_to_parts` was given, from its parts joined."""
+def trajectory_from_bytes(payload: bytes) -> tuple[Trajectory, list[int], list[list[int]]]:
+    """What `trajectory_to_parts` was given, from its parts joined.
+
+    Between both the turns of which a record of format 2 left only the choices in the steps.
+    """
     (length,) = struct.unpack_from("<I", payload)
     data = json.loads(payload[4 : 4 + length])
-    return trajectory_from_json(data, memoryview(payload)[4 + length :]), data.get("in_steps", [])
+    trajectory = trajectory_from_json(data, memoryview(payload)[4 + length :])
+    return trajectory, data.get("in_steps", []), data.get("in_log", [])
+
+
+def images_to_bytes(images: Images) -> bytes:
+    """The images of a prompt as the payload of a log's record."""
+    blob = Blob()
+    text = json.dumps(images_to_json(images, blob)).encode()
+    return b"".join([struct.pack("<I", len(text)), text, *blob.parts])
+
+
+def images_from_bytes(payload: bytes) -> Images | None:
+    """What `images_to_bytes` was given."""
+    (length,) = struct.unpack_from("<I", payload)
+    return images_from_json(json.loads(payload[4 : 4 + length]), memoryview(payload)[4 + length :])
 
 
 def group_to_json(group: Group) -> Json:

@@ -269,6 +269,8 @@ class Dispatcher:
             if fits and self._breaker(environment).may_start(now):
                 self._starts(environment)
                 started.append(self._run(number, index))
+        if not self._waiting:
+            self._waiting.clear()  # a dict keeps the places of what left it, and every later look passes them
         return started
 
     def _probe_or_all(self, group: int) -> range:

@@ -33,6 +33,8 @@ class EffortDistribution:
         high: the greatest effort of the uniform kinds.
         levels_share: the share of a task's draws of the uniform kinds that is a level of the ladder instead.
         held_out: efforts that the uniform kinds never draw.
+        per_task: how often a task is drawn, the levels in turn; null: as often as there are levels. Fewer
+            draws of more tasks make a step's gradient less noisy where luck lies in the task.
     """
 
     kind: Kind = "ladder"
@@ -41,6 +43,7 @@ class EffortDistribution:
     high: int = 100
     levels_share: float = 0.0
     held_out: tuple[int, ...] = ()
+    per_task: int | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in ("ladder", "weighted", "uniform", "log_uniform"):
@@ -51,6 +54,10 @@ class EffortDistribution:
             raise EffortError(
                 f"effort.distribution.weights={list(self.weights)} with kind={self.kind}: weights belong to "
                 "kind=weighted, which needs one for each level"
+            )
+        if self.per_task is not None and self.per_task < 1:
+            raise EffortError(
+                f"effort.distribution.per_task={self.per_task}: set it to 1 or more, or leave it out"
             )
         if any(not 0 <= weight < math.inf for weight in self.weights) or (
             self.weights and not any(self.weights)
@@ -113,19 +120,20 @@ class Efforts:
 
     def __len__(self) -> int:
         """How often a task is drawn."""
-        return len(self.levels)
+        return self._distribution.per_task or len(self.levels)
 
     def of_task(self, index: int) -> tuple[int, ...]:
         """Returns the efforts at which the `index`-th task is drawn."""
-        kind, share = self._distribution.kind, self._distribution.levels_share
+        kind, share, count = self._distribution.kind, self._distribution.levels_share, len(self)
+        levels = tuple(self.levels[(index * count + i) % len(self.levels)] for i in range(count))
         if kind == "ladder":
-            return self.levels
+            return levels
         draw = random.Random(f"efforts/{self._seed}/{index}")
         if kind == "weighted":
-            return tuple(draw.choices(self.levels, self._distribution.weights, k=len(self)))
-        free = draw.choices(self._values, self._shares, k=len(self))
+            return tuple(draw.choices(self.levels, self._distribution.weights, k=count))
+        free = draw.choices(self._values, self._shares, k=count)
         return tuple(
-            level if draw.random() < share else other for level, other in zip(self.levels, free, strict=True)
+            level if draw.random() < share else other for level, other in zip(levels, free, strict=True)
         )
 
     def pool(self) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from envs.agents import Access, Agent
 from envs.base import Environment, Sampled
-from envs.types import Boundary, FinishReason, Message, Role, StopReason, ToolCall
+from envs.types import Boundary, FinishReason, Images, Message, Role, StopReason, ToolCall
 from model.chat import ChatFormat
 from rl.engines.base import Completion, Engine, GenerateRequest
 from rl.rollout.assignment import Assignment, request_seed
@@ -75,6 +75,7 @@ class EpisodeRun:
         self._assignment = assignment
         self._logged = list(logged)
         self._pending: list[Message] = list(assignment.task.prompt)
+        self._said: list[Message] = []
         self._fresh_branch = True
         self._calls = 0
         self.task = assignment.task
@@ -102,7 +103,9 @@ class EpisodeRun:
         if self.history.turns >= self.max_turns:
             self._end(StopReason.MAX_TURNS)
         logged = self._logged[self.history.turns] if self.history.turns < len(self._logged) else None
-        new_branch = self._fresh_branch
+        if logged is None and self._is_rewritten():
+            self.rewrite(*self._said, *self._pending)
+        new_branch = logged.new_branch if logged else self._fresh_branch
         prompt_ids = logged.prompt_ids if logged else self._render()
         budget = self._around.max_total_tokens - len(prompt_ids)
         budget -= 0 if new_branch else len(self.history.ids)
@@ -110,6 +113,7 @@ class EpisodeRun:
             self._end(StopReason.MAX_TOKENS)
         if new_branch:
             self.history.fork()
+        self._said = [*([] if self._fresh_branch else self._said), *self._pending]
         self._fresh_branch, self._pending = False, []
         self.history.prompt(prompt_ids)
         return self._read(prompt_ids, await self._complete(logged, prompt_ids, budget, new_branch))
@@ -164,12 +168,13 @@ class EpisodeRun:
         tools: Sequence[Any],
         max_tokens: int,
         through: Through,
+        images: Images | None = None,
     ) -> Completion:
         """Samples one turn of an agent program, which brings prompts and tools of its own.
 
-        `prompt_ids` are new since the turn before; all of a new branch. In the log the turn is durable before
-        this returns. A program that is run again after an interruption is given what the log has, as long as
-        it asks for the same. A cancelled call leaves the episode as it was.
+        `prompt_ids` are new since the turn before; all of a new branch; `images` are among them. In the log
+        the turn is durable before this returns. A program that is run again after an interruption is given
+        what the log has, as long as it asks for the same. A cancelled call leaves the episode as it was.
 
         Raises:
             EpisodeEnded: A limit is reached: the episode's turns or its total of tokens.
@@ -180,7 +185,8 @@ class EpisodeRun:
         if number >= self.max_turns:
             self._end(StopReason.MAX_TURNS)
         logged = self._logged[number] if number < len(self._logged) else None
-        if logged is not None and (logged.prompt_ids, logged.new_branch) != (prompt_ids, new_branch):
+        asked = prompt_ids, new_branch, images
+        if logged is not None and (logged.prompt_ids, logged.new_branch, logged.images) != asked:
             logged = None
             del self._logged[number:]
         budget = self._around.max_total_tokens - len(prompt_ids) - (0 if new_branch else len(before))
@@ -188,7 +194,7 @@ class EpisodeRun:
             self._end(StopReason.MAX_TOKENS)
         if new_branch:
             self.history.fork()
-        self.history.prompt(prompt_ids)
+        self.history.prompt(prompt_ids, images)
         self._fresh_branch, self._pending = False, []
         most = min(budget, max_tokens)
         try:
@@ -208,6 +214,14 @@ class EpisodeRun:
     def session(self) -> str:
         """The sample's name towards engine, log and sandboxes."""
         return self._assignment.session
+
+    def _is_rewritten(self) -> bool:
+        """Whether the chat format would write the turns so far otherwise before what is to follow."""
+        if self._fresh_branch or not self._said:
+            return False
+        before, new = ([to_chat(m) for m in messages] for messages in (self._said, self._pending))
+        with self._as_fault(Boundary.SCAFFOLD):
+            return self._around.chat.rewrites(before, new, tools=self.chat_tools, effort=self.effort)
 
     def _render(self) -> tuple[int, ...]:
         messages = [to_chat(message) for message in self._pending]
@@ -231,7 +245,8 @@ class EpisodeRun:
         if logged is not None and logged.finish is not None:
             return logged.completion(len(self.history.ids))
         if log is not None and logged is None:
-            log.begin(session, turn, prompt_ids, new_branch=new_branch)
+            images = self.history.asked[1]
+            log.begin(session, turn, prompt_ids, new_branch=new_branch, images=images)
         completion = await self._generate(turn, budget, logged, through)
         if log is not None:
             count, starts = len(completion.token_ids), completion.replay_starts
@@ -257,6 +272,7 @@ class EpisodeRun:
                 if logged is not None and len(logged.tokens)
                 else None
             ),
+            images=self.history.images(),
         )
         with self._doing(Boundary.ENGINE, "engine_s"):
             sampling_turn = self._around.engine.generate(request)
@@ -277,7 +293,9 @@ class EpisodeRun:
         message = from_chat(parsed.message)
         if completion.finish is not FinishReason.STOP:
             message = replace(message, tool_calls=())
-        self.history.sampled(Draft(prompt_ids, completion, message, parsed.parse_error))
+        self._said.append(message)
+        draft = Draft(prompt_ids, completion, message, parsed.parse_error, images=self.history.asked[1])
+        self.history.sampled(draft)
         return Sampled(message, completion.finish, parsed.parse_error)
 
     async def _result(self, draft: Draft, call: ToolCall) -> Message:

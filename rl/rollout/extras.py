@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 
-@dataclass(frozen=True, slots=True)
-class Extras:
+class Extras(NamedTuple):
     """What a step may have beside ids and log-probabilities, over its n tokens.
 
     `states` uint8 [n]; `experts` int16 [n, layers, k]; `kept` are counts [n] and ids; `selections` int32

@@ -3,7 +3,7 @@
 A segment is a header and records. A record is a sync word, a checksum, a length, a kind and the payload; the
 checksum covers everything after itself. A scan that meets damage looks for the next sync word whose record
 checks out, so that one flipped bit costs one record. Everything is little-endian. The header says the
-format: 2 is written (XXH3, decode steps as columns), 1 is read too (CRC32, decode steps as rows).
+format: 3 is written; 2 is read too (ends of samples have their tokens), and 1 (CRC32, decode steps as rows).
 """
 
 from __future__ import annotations
@@ -19,17 +19,21 @@ from typing import NamedTuple
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-FORMAT = 2
-READABLE = (1, 2)
+FORMAT = 3
+READABLE = (1, 2, 3)
 MAGIC = b"TEMPRLOG"
 _SYNC = b"\xf5\x0d\xa7\x3c"
 _SYNC_WORD = int.from_bytes(_SYNC, "little")
 _HEADER = struct.Struct("<8sHHIII")
 _RECORD = struct.Struct("<IIIB3x")
-_CHECKED_FROM = 8
+_CHECK = struct.Struct("<II")
+_BODY = struct.Struct("<IB3x")
+"""A record's head in two parts: what the checksum does not cover, and what it does."""
+_CHECKED_FROM = _CHECK.size
 _LOW = 0xFFFFFFFF
 
 Buffer = bytes | bytearray | memoryview
+"""Contiguous bytes, of whatever shape."""
 Data = bytes | mmap
 """A whole segment in memory, or mapped."""
 
@@ -46,6 +50,8 @@ class Kind(IntEnum):
     END = 7
     CONSUMED = 8
     PLACE = 9
+    STARTS = 10
+    IMAGES = 11
 
 
 class SegmentError(ValueError):
@@ -111,43 +117,40 @@ def read_header(data: bytes, name: str) -> Header:
     if crc != zlib.crc32(data[: HEADER_BYTES - 4]):
         raise SegmentError(f"the header of {name} is damaged")
     if version not in READABLE:
-        known = " and ".join(map(str, READABLE))
+        known = f"{', '.join(map(str, READABLE[:-1]))} and {READABLE[-1]}"
         raise SegmentError(f"{name} has format {version}; this version reads {known}")
     return Header(version, number, covers_from)
 
 
-class Unsealed(NamedTuple):
-    """A record without its checksum, which whoever writes it out adds; `parts` must not change until then."""
+class Sealed(NamedTuple):
+    """A whole record of `size` bytes; its buffers must not change until they are written."""
 
-    head: bytearray
-    parts: Sequence[Buffer]
-
-    @property
-    def size(self) -> int:
-        """Bytes of the whole record."""
-        return len(self.head) + sum(len(part) for part in self.parts)
-
-    def seal(self) -> list[Buffer]:
-        """Returns the buffers of the record, checksum included."""
-        digest = xxh3_64(memoryview(self.head)[_CHECKED_FROM:])
-        for part in self.parts:
-            digest.update(part)
-        struct.pack_into("<I", self.head, 4, digest.intdigest() & _LOW)
-        return [self.head, *self.parts]
+    buffers: list[Buffer]
+    size: int
 
 
-def record(kind: Kind, *parts: Buffer) -> Unsealed:
-    """Returns a record of these bytes."""
-    head = bytearray(_RECORD.size)
-    _RECORD.pack_into(head, 0, _SYNC_WORD, 0, sum(len(part) for part in parts), kind)
-    return Unsealed(head, parts)
+def sealed(kind: Kind, front: Sequence[Buffer], rest: Sequence[Buffer], size: int) -> Sealed:
+    """Returns a record of these bytes, `size` together, of which only `front` is copied."""
+    body = b"".join([_BODY.pack(size, kind), *front])
+    digest = xxh3_64(body)
+    for part in rest:
+        digest.update(part)
+    check = _CHECK.pack(_SYNC_WORD, digest.intdigest() & _LOW)
+    return Sealed([check, body, *rest], _RECORD.size + size)
+
+
+def record(kind: Kind, *parts: Buffer) -> bytes:
+    """Returns a whole record of these bytes."""
+    payload = b"".join(parts)
+    body = _BODY.pack(len(payload), kind) + payload
+    return _CHECK.pack(_SYNC_WORD, xxh3_64_intdigest(body) & _LOW) + body
 
 
 def _xxh3(data: memoryview) -> int:
     return xxh3_64_intdigest(data) & _LOW
 
 
-_CHECKSUMS: dict[int, Callable[[memoryview], int]] = {1: zlib.crc32, 2: _xxh3}
+_CHECKSUMS: dict[int, Callable[[memoryview], int]] = {1: zlib.crc32, 2: _xxh3, 3: _xxh3}
 
 
 def scan(data: Data, form: int, damage: Damage) -> Scan:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from envs.types import Message, Turn
-from rl.engines.base import Completion
+from envs.types import Images, Message, Turn
+from rl.engines.base import Completion, HistoryImages
+from rl.rollout.pictures import history_images
 from rl.rollout.recorded import replay_of
 
 
@@ -24,6 +25,7 @@ class Draft:
     observations: list[Message] = field(default_factory=list)
     results: int = 0
     flushed: bool = False
+    images: Images | None = None
 
     def turn(self) -> Turn:
         """The finished record."""
@@ -39,6 +41,7 @@ class Draft:
             self.parse_error,
             done.replay_starts,
             replay_of(done),
+            self.images,
         )
 
 
@@ -49,6 +52,8 @@ class History:
     branches: list[list[Draft]] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     turns: int = 0
+    asked: tuple[int, Images | None] = 0, None
+    """Of the prompt that waits for its answer: tokens and images."""
 
     @property
     def last(self) -> Draft | None:
@@ -60,9 +65,15 @@ class History:
         self.branches.append([])
         self.ids = []
 
-    def prompt(self, prompt_ids: tuple[int, ...]) -> None:
+    def prompt(self, prompt_ids: tuple[int, ...], images: Images | None = None) -> None:
         """Appends what the policy is to answer."""
         self.ids += prompt_ids
+        self.asked = len(prompt_ids), images
+
+    def images(self) -> HistoryImages | None:
+        """All images of the newest branch, as the engine takes them."""
+        turns = [(len(d.prompt_ids), d.images, len(d.completion.token_ids)) for d in self.branches[-1]]
+        return history_images([*turns, (*self.asked, 0)])
 
     def take_back(self, ids: list[int], *, new_branch: bool) -> None:
         """Undoes `prompt`, and the `fork` before it: `ids` are those of the branch before."""

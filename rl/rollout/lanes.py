@@ -2,53 +2,108 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import compress, count, repeat
+from operator import ne
+from typing import NamedTuple
 
 import numpy as np
 
 from rl.engines.base import StepFrame
 from rl.rollout.extras import Extras
-from rl.rollout.frames import Unsealed
+from rl.rollout.frames import Sealed
 from rl.rollout.recorded import kept_of
-from rl.rollout.steps import step_record
+from rl.rollout.steps import F4, I4, plain, step_record
+
+_MASK = 0xFFFFFFFF
+_PIECE = 64
+_FEW = 64
+"""Up to so many changed entries of a route are renewed one by one."""
+
+
+class PendingStep(NamedTuple):
+    """The `count` tokens of a decode step that are logged, before anyone made a record of them.
+
+    `owners` uint32 [2, count] are slots and turns, `began` [count] plus `moved` the places; `found` are the
+    frame's entries (None: all).
+    """
+
+    frame: StepFrame
+    owners: np.ndarray
+    began: np.ndarray
+    moved: int
+    found: np.ndarray | None
+    count: int
+
+    def record(self) -> Sealed:
+        """The step's record."""
+        frame, found = self.frame, self.found
+        ids, logprobs = frame.token_ids, frame.logprobs
+        extras = Extras(frame.states, frame.expert_ids, kept_of(frame.sampling_mask), frame.selections)
+        if found is not None:
+            ids, logprobs, extras = ids[found], logprobs[found], extras.take(found)
+        columns = (
+            self.owners,
+            self.began + np.uint32(self.moved),
+            plain(ids, I4),
+            plain(logprobs, F4),
+        )
+        return step_record(frame.policy_version, columns, extras)
 
 
 class Lanes:
-    """The running sessions, each with its sample's slot and the place of its next token. Not thread-safe."""
+    """The running sessions, each with its sample's slot and the place of its next token. Not thread-safe.
+
+    While the same sessions run, the places of their next tokens are `_began` plus `_moved`, in the order of
+    the route; `_at` says where in it a lane is (-1: nowhere). A lane that is closed is given to another
+    session only after the route was looked at again. Arrays that a step was given are never written to.
+    """
 
     def __init__(self) -> None:
         self._of: dict[str, int] = {}
         self._free: list[int] = []
+        self._retired: list[int] = []
         self._slot = np.zeros(0, np.uint32)
         self._place = np.zeros(0, np.uint32)
+        self._at = np.zeros(0, np.int64)
         self._route: _Route | None = None
+        self._began: np.ndarray | None = None
+        self._moved = 0
         self._turns: dict[str, dict[int, int]] = {}
+        self._slots: dict[str, int] = {}
 
     def open(self, session: str, slot: int, place: int = 0, turns: Mapping[int, int] | None = None) -> None:
         """A session begins; `turns` has the tokens of turns that are in the log already."""
         assert session not in self._of, f"{session} is running already"
         if not self._free:
-            grown = max(64, 2 * len(self._slot))
-            self._free = list(range(grown - 1, len(self._slot) - 1, -1))
-            self._slot, self._place = np.resize(self._slot, grown), np.resize(self._place, grown)
+            self._grow(max(64, 2 * len(self._slot)))
         lane = self._free.pop()
         self._slot[lane], self._place[lane] = slot, place
-        self._of[session], self._route, self._turns[session] = lane, None, dict(turns or {})
+        self._of[session], self._slots[session], self._turns[session] = lane, slot, dict(turns or {})
+        if self._route is not None and not self._route.whole:
+            self._settle()
 
     def slot(self, session: str) -> int | None:
         """The slot of a session; None for one that is not logged."""
-        lane = self._of.get(session)
-        return None if lane is None else int(self._slot[lane])
+        return self._slots.get(session)
 
     def begin_turn(self, session: str) -> None:
         """The next token of a session is its turn's first."""
-        self._place[self._of[session]] = 0
+        lane = self._of[session]
+        self._place[lane] = 0
+        if self._began is not None and (at := self._at[lane]) >= 0:
+            self._began = self._began.copy()
+            self._began[at] = -self._moved & _MASK
 
     def end_turn(self, session: str, turn: int, tokens: int) -> None:
         """A turn ended; it counts as logged when all of its `tokens` are."""
-        if int(self._place[self._of[session]]) == tokens:
+        lane = self._of[session]
+        if self._began is not None and (at := self._at[lane]) >= 0:
+            place = int(self._began[at]) + self._moved & _MASK
+        else:
+            place = self._place[lane]
+        if place == tokens:
             self._turns[session][turn] = tokens
 
     def logged_turns(self, session: str) -> dict[int, int]:
@@ -58,50 +113,113 @@ class Lanes:
     def close(self, session: str) -> int | None:
         """A session ends; returns its slot."""
         self._turns.pop(session, None)
-        lane, self._route = self._of.pop(session, None), None
-        if lane is None:
-            return None
-        self._free.append(lane)
-        return int(self._slot[lane])
+        slot = self._slots.pop(session, None)
+        if slot is not None:
+            self._retired.append(self._of.pop(session))
+        return slot
 
-    def step(self, frame: StepFrame) -> tuple[Unsealed | None, int]:
-        """The record of a decode step, and how many of its tokens are logged; their places move on."""
-        route = self._route
-        if route is None or route.sessions != frame.sessions or route.turns != frame.turns:
-            route = self._route = self._new_route(frame)
+    def step(self, frame: StepFrame) -> PendingStep | None:
+        """The tokens of a decode step that are logged, or None; their places move on."""
+        route = self._route_of(frame)
         count = len(route.lanes)
         if not count:
-            return None, 0
-        columns = route.columns.copy()
-        columns[2] = self._place[route.lanes]
-        if route.repeats is None:
-            self._place[route.lanes] += 1
-        else:
-            columns[2] += route.repeats
-            np.add.at(self._place, route.lanes, 1)
-        columns[3].view(np.int32)[:] = frame.token_ids[route.known]
-        columns[4].view(np.float32)[:] = frame.logprobs[route.known]
-        extras = _extras(frame) if route.whole else _extras(frame).take(route.found)
-        return step_record(frame.policy_version, columns, extras), count
+            return None
+        found = None if route.whole else route.found
+        if self._began is not None:
+            self._moved += 1
+            return PendingStep(frame, route.owners, self._began, self._moved - 1, found, count)
+        places = self._place[route.lanes]
+        if route.repeats is not None:
+            places = places + route.repeats
+        np.add.at(self._place, route.lanes, 1)
+        return PendingStep(frame, route.owners, places, 0, found, count)
+
+    def _settle(self) -> None:
+        """Writes down the places that moved on with the last steps, and forgets the route."""
+        if self._began is not None and self._route is not None:
+            self._place[self._route.lanes] = self._began + np.uint32(self._moved)
+            self._at[self._route.lanes] = -1
+        self._route = self._began = None
+
+    def _route_of(self, frame: StepFrame) -> _Route:
+        """Most steps have the sessions of the step before, or all but a few of them."""
+        route = self._route
+        if (
+            route is None
+            or self._retired
+            or route.sessions is not frame.sessions
+            or route.turns is not frame.turns
+        ):
+            if route is None or not self._patch(route, frame):
+                self._settle()
+                route = self._new_route(frame)
+            self._free += self._retired
+            self._retired.clear()
+        return route
 
     def _new_route(self, frame: StepFrame) -> _Route:
         lanes = np.fromiter(map(self._of.get, frame.sessions, repeat(-1)), np.int64, len(frame.sessions))
         found = np.flatnonzero(lanes >= 0)
         whole = len(found) == len(lanes)
         lanes = lanes[found]
-        columns = np.zeros((5, len(lanes)), np.uint32)
-        columns[0] = self._slot[lanes]
-        columns[1] = np.fromiter(frame.turns, np.uint32, len(frame.turns))[found]
-        several = bool(len(lanes)) and int(np.bincount(lanes).max()) > 1
-        repeats = _repeats(lanes) if several else None
-        return _Route(list(frame.sessions), list(frame.turns), whole, found, lanes, columns, repeats)
+        turns = np.fromiter(frame.turns, np.uint32, len(frame.turns))[found]
+        repeats = _repeats(lanes) if _has_twins(lanes) else None
+        owners = np.stack([self._slot[lanes], turns])
+        self._route = _Route(frame.sessions, frame.turns, whole, found, lanes, owners, repeats)
+        if repeats is None:
+            self._began, self._moved, self._at[lanes] = self._place[lanes], 0, np.arange(len(lanes))
+        return self._route
+
+    def _patch(self, route: _Route, frame: StepFrame) -> bool:
+        """Renews the few entries of the route that changed; False where more than that is to be done."""
+        if not route.whole or self._began is None or len(frame.sessions) != len(route.sessions):
+            return False
+        free = [at for lane in self._retired if (at := int(self._at[lane])) >= 0]
+        changed = {
+            *free,
+            *_differences(route.sessions, frame.sessions, free),
+            *_differences(route.turns, frame.turns, free),
+        }
+        if len(changed) > _FEW:
+            return False
+        lanes = [self._of.get(frame.sessions[number], -1) for number in changed]
+        if -1 in lanes or len(set(lanes)) < len(lanes):
+            return False
+        if any((at := int(self._at[lane])) >= 0 and at not in changed for lane in lanes):
+            return False  # a session that is there twice now
+        if changed:
+            self._renew(route, frame.turns, list(changed), lanes)
+        route.sessions, route.turns = frame.sessions, frame.turns
+        return True
+
+    def _renew(self, route: _Route, turns: Sequence[int], numbers: list[int], lanes: list[int]) -> None:
+        """Gives the entries `numbers` of a route to other lanes, one by one, as they are few."""
+        assert self._began is not None
+        places, owners = self._began + np.uint32(self._moved), route.owners.copy()
+        for number in numbers:
+            old = route.lanes[number]
+            self._place[old], self._at[old] = places[number], -1
+        for number, lane in zip(numbers, lanes, strict=True):
+            route.lanes[number], self._at[lane] = lane, number
+            places[number], owners[0, number], owners[1, number] = (
+                self._place[lane],
+                self._slot[lane],
+                turns[number],
+            )
+        self._began, self._moved, route.owners = places, 0, owners
+
+    def _grow(self, size: int) -> None:
+        before = len(self._slot)
+        self._free = list(range(size - 1, before - 1, -1))
+        self._slot, self._place = np.resize(self._slot, size), np.resize(self._place, size)
+        self._at = np.concatenate([self._at, np.full(size - before, -1)])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Route:
-    """Which entries of a frame are logged and where; most steps have the sessions of the step before.
+    """Which entries of a frame are logged and where.
 
-    `found` are the frame's logged entries (`whole`: all of them), `columns` uint32 [5, n] has their slots and
+    `found` are the frame's logged entries (`whole`: all of them), `owners` uint32 [2, n] has their slots and
     turns, `repeats` counts earlier entries of the same session (several tokens of one turn in a step).
     """
 
@@ -110,17 +228,27 @@ class _Route:
     whole: bool
     found: np.ndarray
     lanes: np.ndarray
-    columns: np.ndarray
+    owners: np.ndarray
     repeats: np.ndarray | None
 
-    @property
-    def known(self) -> np.ndarray | slice:
-        """An index of the logged entries."""
-        return slice(None) if self.whole else self.found
+
+def _differences(old: Sequence[object], new: Sequence[object], known: list[int]) -> Iterator[int]:
+    """Where two sequences of the same length differ beside `known`: mostly nowhere, else in few pieces."""
+    if old is new:
+        return
+    expected = list(old)
+    for number in known:
+        expected[number] = new[number]
+    if expected == new:
+        return
+    for first in range(0, len(old), _PIECE):
+        some, others = old[first : first + _PIECE], new[first : first + _PIECE]
+        if some != others:
+            yield from compress(count(first), map(ne, some, others))
 
 
-def _extras(frame: StepFrame) -> Extras:
-    return Extras(frame.states, frame.expert_ids, kept_of(frame.sampling_mask), frame.selections)
+def _has_twins(lanes: np.ndarray) -> bool:
+    return bool(len(lanes)) and int(np.bincount(lanes).max()) > 1
 
 
 def _repeats(lanes: np.ndarray) -> np.ndarray:

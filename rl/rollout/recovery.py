@@ -17,9 +17,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from envs.types import FinishReason, Message
+from envs.types import FinishReason, Images, Message, Trajectory
 from rl.rollout import codec
-from rl.rollout.ends import with_steps
+from rl.rollout.ends import with_choices, with_steps
 from rl.rollout.frames import Damage, Data, Kind, Record, Scan, scan, slots_of
 from rl.rollout.segments import Segment, map_file
 from rl.rollout.state import FINISHES, LoggedSample, LoggedTurn, Recovery, SandboxPlace, Tokens
@@ -34,6 +34,7 @@ class _Turn:
     finish: FinishReason | None = None
     results: dict[int, Message] = field(default_factory=dict)
     starts: tuple[tuple[int, int], ...] = ()
+    images: Images | None = None
 
 
 @dataclass(slots=True)
@@ -92,6 +93,7 @@ class _Reader:
             _read_turn(slot, Kind(kind), payload, self.row_count)
 
     def _reset(self, slot: _Slot, turns: int, turn: int, tokens: int, closed: int, results: int) -> None:
+        slot.end = None
         slot.resets.append(_Reset(self.row_count, turn if turns else 0, tokens))
         slot.turns = {number: item for number, item in slot.turns.items() if number < turns}
         if (last := slot.turns.get(turn)) is not None:
@@ -113,6 +115,14 @@ def _read_turn(slot: _Slot, kind: Kind, payload: bytes, row: int) -> None:
         if turn in slot.turns:
             slot.turns[turn].tokens, slot.turns[turn].finish = tokens, FINISHES[finish]
             slot.turns[turn].starts = _pairs(payload[12:])
+    elif kind is Kind.STARTS:
+        (turn,) = struct.unpack_from("<I", payload)
+        if turn in slot.turns:
+            slot.turns[turn].starts = _pairs(payload[4:])
+    elif kind is Kind.IMAGES:
+        (turn,) = struct.unpack_from("<I", payload)
+        if turn in slot.turns:
+            slot.turns[turn].images = codec.images_from_bytes(payload[4:])
     elif kind is Kind.RESULT:
         turn, number = struct.unpack_from("<II", payload)
         if turn in slot.turns:
@@ -144,18 +154,19 @@ def _recover(reader: _Reader, damage: Damage) -> Recovery:
         for number, slot in sorted(reader.slots.items())
         if slot.end is not None and number not in reader.consumed
     }
-    leaning = {number for number, (_, in_steps) in ends.items() if in_steps}
+    leaning = {number for number, (_, choices, dropped) in ends.items() if choices or dropped}
     over = reader.consumed | ends.keys() - leaning
     top = max([reader.top, *(int(part.slot.max()) for part in reader.steps if len(part))])
     columns = _Columns.of(reader.steps, over, top)
-    finished = {
-        number: with_steps(ended, in_steps, partial(columns.turn, number, reader.slots[number].resets))
-        for number, (ended, in_steps) in ends.items()
-    }
+    finished: dict[int, Trajectory] = {}
+    for number, (ended, choices, dropped) in ends.items():
+        tokens_of = partial(columns.turn, number, reader.slots[number].resets)
+        if (whole := with_steps(with_choices(ended, choices, tokens_of), dropped, tokens_of)) is not None:
+            finished[number] = whole
     unfinished: dict[int, LoggedSample] = {}
     lost = len(columns) - sum(len(columns.of_slot(number)) for number in set(reader.slots) - over)
     for number, slot in sorted(reader.slots.items()):
-        if number in reader.consumed or slot.end is not None:
+        if number in reader.consumed or number in finished:
             continue
         placed = columns.after_resets(columns.of_slot(number), slot.resets)
         lost += len(placed[0])
@@ -165,7 +176,7 @@ def _recover(reader: _Reader, damage: Damage) -> Recovery:
             assignment = codec.assignment_from_json(json.loads(slot.start))
             place = SandboxPlace(**json.loads(slot.place)) if slot.place else None
             unfinished[number] = LoggedSample(assignment, turns, place)
-    return Recovery(unfinished, finished, damage, reader.row_count, lost, top + 1, leaning)
+    return Recovery(unfinished, finished, damage, reader.row_count, lost, top + 1, leaning & finished.keys())
 
 
 def _turns(
@@ -187,6 +198,7 @@ def _turns(
             turn.finish if whole else None,
             tuple(_unbroken(turn.results)) if whole else (),
             turn.starts,
+            turn.images,
         )
         if not whole:
             return

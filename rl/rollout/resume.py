@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 from envs.types import Trajectory, TrajectoryKey
 from rl.rollout.dispatch import Dispatcher, SampleId
@@ -21,6 +21,16 @@ class Recovered:
     unfinished: tuple[TrajectoryKey, ...]
     lost_tokens: int
     damage: Damage
+
+    def beyond(self, cursor: int) -> list[TrajectoryKey]:
+        """The samples of groups from number `cursor` on, by group."""
+        keys = (*(t.key for t in self.finished), *self.unfinished)
+        return sorted((key for key in keys if key.group >= cursor), key=lambda key: key.group)
+
+    def without(self, keys: Collection[TrajectoryKey]) -> Recovered:
+        """The same without some samples."""
+        finished = tuple(t for t in self.finished if t.key not in keys)
+        return replace(self, finished=finished, unfinished=tuple(k for k in self.unfinished if k not in keys))
 
 
 @dataclass(frozen=True, slots=True)

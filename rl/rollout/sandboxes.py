@@ -14,6 +14,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from envs.agents import inside
 from envs.base import Environment
 from rl.rollout.config import UnknownCommands
 from rl.rollout.state import SandboxPlace
@@ -29,8 +30,11 @@ _END_NOW_S, _ENDED_S, _LOOK_S = 1e-3, 30.0, 0.1
 
 
 def stateless(env: Environment) -> bool:
-    """Whether every tool call may run in any box: nothing is kept between calls."""
-    return env.sandbox is None or (bool(env.tools) and all(tool.stateless for tool in env.tools))
+    """Whether every tool call may run in any box: nothing is kept there, and no agent program runs there."""
+    if env.sandbox is None:
+        return True
+    agent_inside = inside(getattr(env, "agent", None))
+    return not agent_inside and bool(env.tools) and all(tool.stateless for tool in env.tools)
 
 
 class OwnSandbox(Protocol):
@@ -217,7 +221,9 @@ class FleetBox:
         try:
             box = await asyncio.shield(opening)
         except asyncio.CancelledError:
-            self.box = await opening
+            (found,) = await asyncio.gather(opening, return_exceptions=True)
+            if not isinstance(found, BaseException):
+                self.box = found
             raise
         self.box = box
         return box

@@ -88,7 +88,7 @@ def list_segments(folder: Path, damage: Damage) -> list[Segment]:
 class Keep:
     """What a rewritten segment keeps: all records of `live` slots, the results of `ended` ones.
 
-    Of those that are `leaning` also the steps, and what says which of them count.
+    Of those that are `leaning` also the rest, from which they go on when a step turns out to be damaged.
     """
 
     live: set[int]
@@ -99,7 +99,7 @@ class Keep:
         """Whether a record that is no step stays."""
         if kind == Kind.END:
             return slot in self.ended
-        return slot in self.live or (slot in self.leaning and kind in (Kind.BEGIN, Kind.RESET))
+        return slot in self.live or slot in self.leaning
 
     def steps(self, slots: np.ndarray) -> np.ndarray:
         """The numbers of the tokens that stay, of tokens of these slots."""
@@ -158,9 +158,9 @@ def _kept(segment: Segment, keep: Keep) -> Iterator[Buffer]:
         done = until
         if item.kind == Kind.END and found.format == 1:
             payload = data[item.start : item.end]
-            yield from record(Kind.END, payload[:4], *codec.text_to_parts(payload[4:])).seal()
+            yield record(Kind.END, payload[:4], *codec.text_to_parts(payload[4:]))
         else:
-            yield from record(Kind(item.kind), data[item.start : item.end]).seal()
+            yield record(Kind(item.kind), data[item.start : item.end])
     yield from _kept_steps(steps, rows[done:])
 
 
@@ -174,6 +174,5 @@ def _kept_steps(steps: Steps, rows: np.ndarray) -> Iterator[Buffer]:
                 columns = [
                     getattr(steps, name)[part] for name in ("slot", "turn", "index", "token", "logprob")
                 ]
-                packed = np.stack([column.view(np.uint32) for column in columns])
                 version = int(steps.versions(part[:1])[0])
-                yield from step_record(version, packed, steps.extras(part)).seal()
+                yield from step_record(version, columns, steps.extras(part)).buffers

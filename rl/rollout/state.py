@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from envs.types import FinishReason, Message, Trajectory
+from envs.types import FinishReason, Images, Message, Trajectory
 from rl.engines.base import Completion
 from rl.rollout import recorded
 from rl.rollout.assignment import Assignment
@@ -71,6 +71,7 @@ class LoggedTurn:
     finish: FinishReason | None = None
     results: tuple[Message, ...] = ()
     replay_starts: tuple[tuple[int, int], ...] = ()
+    images: Images | None = None
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -127,7 +128,7 @@ class LoggedSample:
 class Recovery:
     """What a log holds, by slot; `lost_tokens` are logged tokens that lie behind a hole or have no sample.
 
-    `leaning` are finished slots of which `finished` took some from their steps (`rl.rollout.ends`).
+    `leaning` are finished slots of which `finished` took their tokens from their steps (`rl.rollout.ends`).
     """
 
     unfinished: dict[int, LoggedSample]

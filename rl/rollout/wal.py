@@ -1,10 +1,10 @@
 """The token log: what was sampled, when it was sampled, so that a kill at any moment loses next to nothing.
 
-It is written in the engine's process: the engine's thread appends the tokens of each decode step as one
-frame of columns, the event loop appends what happens between turns, and a small thread writes both out
-every `flush_ms`. Before a tool call is sent its turn is flushed, so that nothing the world has seen is ever
-sampled differently. A sample's records are dropped by compaction once it is consumed (trained or filtered,
-in a durable checkpoint).
+It is written in the engine's process: the engine's thread hands over the tokens of each decode step, the
+event loop appends what happens between turns, and a small thread makes one frame of columns of each step and
+writes all of it out every `flush_ms`. Before a tool call is sent its turn is flushed, so that nothing the
+world has seen is ever sampled differently. A sample's records are dropped by compaction once it is consumed
+(trained or filtered, in a durable checkpoint).
 """
 
 from __future__ import annotations
@@ -12,23 +12,25 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import struct
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 
-from envs.types import FinishReason, Message, Trajectory, TrajectoryKey
+from envs.types import FinishReason, Images, Message, Trajectory, TrajectoryKey
 from rl.engines.base import StepFrame
 from rl.rollout import codec
 from rl.rollout.assignment import Assignment
-from rl.rollout.ends import without_steps
-from rl.rollout.frames import Buffer, Damage, Kind, Unsealed, header, ints, record
-from rl.rollout.lanes import Lanes
+from rl.rollout.ends import in_steps
+from rl.rollout.frames import Buffer, Damage, Kind, header, ints, record
+from rl.rollout.lanes import Lanes, PendingStep
 from rl.rollout.recovery import rebuild
 from rl.rollout.segments import Keep, Segment, list_segments, next_number, rewrite, segment_path, sync_folder
 from rl.rollout.state import FINISHES, LoggedSample, Recovery, SandboxPlace
@@ -67,7 +69,8 @@ class TokenLog:
         self._sealed: list[Segment] = list_segments(folder, damage)
         self.recovery: Recovery = rebuild(self._sealed, damage)
         self._lock, self._io = threading.Lock(), threading.Lock()
-        self._records: list[Unsealed] = []
+        self._frames: deque[StepFrame] = deque()
+        self._records: list[bytes | PendingStep] = []
         self._lanes = Lanes()
         self._slots: dict[TrajectoryKey, int] = {}
         self._live: set[int] = set()
@@ -80,7 +83,8 @@ class TokenLog:
         self._compacted_bytes = self._sealed_bytes()
         self._file, self._size = self._new_segment()
         self._flush_s = flush_ms / 1e3
-        self._closing = threading.Event()
+        self._open = threading.Lock()  # held until `close`, which ends the flusher's wait
+        self._open.acquire()
         self._flusher: threading.Thread | None = None
         if flush_ms > 0:
             self._flusher = threading.Thread(target=self._flush_forever, name="token-log", daemon=True)
@@ -91,32 +95,48 @@ class TokenLog:
     def start(self, assignment: Assignment) -> None:
         """A sample begins: assignment, task and seeds."""
         body = json.dumps(codec.assignment_to_json(assignment)).encode()
-        with self._appending():
+        with self._lock:
+            self._place_steps()
             slot, self._next_slot = self._next_slot, self._next_slot + 1
             self._slots[assignment.key] = slot
             self._live.add(slot)
             self._lanes.open(assignment.session, slot)
             self._append(Kind.START, ints("I", slot), body)
+        self._appended()
 
     def resume(self, sample: LoggedSample) -> None:
         """A recovered sample goes on after exactly what `sample` holds; whatever else was logged is void."""
         turn = max(len(sample.turns) - 1, 0)
         last = sample.turns[-1] if sample.turns else None
         tokens, results = (len(last.tokens), len(last.results)) if last else (0, 0)
-        with self._appending():
+        with self._lock:
+            self._place_steps()
             slot = self._slots[sample.assignment.key]
             whole = {i: len(turn.tokens) for i, turn in enumerate(sample.turns) if turn.finish is not None}
             self._lanes.open(sample.assignment.session, slot, tokens, whole)
             closed = int(last is not None and last.finish is not None)
             self._append(Kind.RESET, ints("IIIIII", slot, len(sample.turns), turn, tokens, closed, results))
+        self._appended()
 
-    def begin(self, session: str, turn: int, prompt_ids: Sequence[int], *, new_branch: bool) -> None:
-        """A turn is about to be sampled after `prompt_ids`, its new tokens."""
-        ids = np.asarray(prompt_ids, "<i4").tobytes()
-        with self._appending():
+    def begin(
+        self,
+        session: str,
+        turn: int,
+        prompt_ids: Sequence[int],
+        *,
+        new_branch: bool,
+        images: Images | None = None,
+    ) -> None:
+        """A turn is about to be sampled after `prompt_ids`, its new tokens with `images` among them."""
+        ids = struct.pack(f"<{len(prompt_ids)}i", *prompt_ids)
+        with self._lock:
+            self._place_steps()
             if (slot := self._lanes.slot(session)) is not None:
                 self._lanes.begin_turn(session)
                 self._append(Kind.BEGIN, ints("III", slot, turn, int(new_branch)), ids)
+                if images is not None:
+                    self._append(Kind.IMAGES, ints("II", slot, turn), codec.images_to_bytes(images))
+        self._appended()
 
     def turn(
         self,
@@ -127,11 +147,14 @@ class TokenLog:
         replay_starts: Sequence[tuple[int, int]] = (),
     ) -> None:
         """A turn of `tokens` tokens was sampled to its end, after prefills that began at these places."""
-        payload = ints("III", turn, tokens, FINISHES.index(finish)) + np.array(replay_starts, "<u4").tobytes()
-        with self._appending():
+        starts = list(chain.from_iterable(replay_starts))
+        payload = ints(f"III{len(starts)}I", turn, tokens, FINISHES.index(finish), *starts)
+        with self._lock:
+            self._place_steps()
             if (slot := self._lanes.slot(session)) is not None:
                 self._lanes.end_turn(session, turn, tokens)
                 self._append(Kind.TURN, ints("I", slot), payload)
+        self._appended()
 
     def result(self, session: str, turn: int, number: int, message: Message) -> None:
         """The result of the turn's tool call `number` (0-based)."""
@@ -144,37 +167,37 @@ class TokenLog:
 
     def end(self, session: str, trajectory: Trajectory) -> None:
         """A sample ended; its whole result is kept until it is consumed."""
-        shorter, in_steps = without_steps(trajectory, self._lanes.logged_turns(session))
-        parts = codec.trajectory_to_parts(shorter, in_steps)
-        with self._appending():
+        in_log = in_steps(trajectory, self._lanes.logged_turns(session))
+        parts = codec.trajectory_to_parts(trajectory, in_log)
+        with self._lock:
+            self._place_steps()
             if (slot := self._lanes.close(session)) is not None:
                 self._live.discard(slot)
                 self._ended.add(slot)
-                if in_steps:
+                if in_log:
                     self._leaning.add(slot)
                 self._append(Kind.END, ints("I", slot), *parts)
+        self._appended()
 
     def consumed(self, keys: Iterable[TrajectoryKey]) -> None:
         """These samples will never be asked for again; keys that the log does not know are ignored."""
-        with self._appending():
+        with self._lock:
             slots = [slot for key in keys if (slot := self._slots.pop(key, None)) is not None]
             self._live.difference_update(slots)
             self._ended.difference_update(slots)
             self._leaning.difference_update(slots)
             if slots:
-                self._append(Kind.CONSUMED, np.array(slots, "<u4").tobytes())
+                self._append(Kind.CONSUMED, ints(f"{len(slots)}I", *slots))
+        self._appended()
 
     # What happens within a turn: called by the engine's thread.
 
     def on_step(self, frame: StepFrame) -> None:
-        """Appends the tokens of one decode step; the engine's step listener."""
-        with self._appending():
+        """Takes the tokens of one decode step, looked at later; the engine's step listener."""
+        if self._failure is not None:
             self._raise_failure()
-            step, tokens = self._lanes.step(frame)
-            if step is not None:
-                self._counts["tokens"] += tokens
-                self._counts["frames"] += 1
-                self._records.append(step)
+        self._frames.append(frame)
+        self._appended()
 
     # Writing it out.
 
@@ -186,7 +209,7 @@ class TokenLog:
         """
         with self._io:
             with self._lock:
-                self._raise_failure()
+                self._place_steps()
                 records, self._records = self._records, []
             self._write(records, sync=self._fsync if sync is None else sync)
 
@@ -202,12 +225,14 @@ class TokenLog:
 
     def compact(self) -> None:
         """Rewrites all full segments without what was consumed; blocks, but not the writers."""
-        self.flush(sync=True)
         with self._io:
+            with self._lock:  # what ended by now is in the segments below, not only in memory
+                self._place_steps()
+                records, self._records = self._records, []
+                keep = Keep(set(self._live), set(self._ended), set(self._leaning))
+            self._write(records, sync=True)
             self._rotate()
             sealed = list(self._sealed)
-            with self._lock:
-                keep = Keep(set(self._live), set(self._ended), set(self._leaning))
         compacted = rewrite(sealed, keep)
         with self._io:
             self._sealed = [compacted, *self._sealed[len(sealed) :]]
@@ -216,9 +241,9 @@ class TokenLog:
 
     def close(self) -> None:
         """Writes the rest and lets another process open the folder. A second call does nothing."""
-        if self._closing.is_set():
+        if not self._open.locked():
             return
-        self._closing.set()
+        self._open.release()
         if self._flusher is not None:
             self._flusher.join()
         try:
@@ -243,42 +268,77 @@ class TokenLog:
             self._slots[trajectory.key] = slot
             self._ended.add(slot)
 
+    def _place_steps(self) -> None:
+        """Says of all steps so far whose tokens they have, before that changes; the caller holds the lock.
+
+        The engine's thread only hands steps over: it never waits for another thread here.
+        """
+        self._raise_failure()
+        frames, counts = self._frames, self._counts
+        try:
+            while frames:
+                frame = frames.popleft()
+                if frame.replay_starts:
+                    self._append_starts(frame)
+                if (step := self._lanes.step(frame)) is not None:
+                    counts["tokens"] += step.count
+                    counts["frames"] += 1
+                    self._records.append(step)
+        except Exception as error:  # whatever it is, the engine's thread must hear of it
+            self._failure = error
+            self._raise_failure()
+
+    def _append_starts(self, frame: StepFrame) -> None:
+        for session, (turn, starts) in frame.replay_starts.items():
+            if (slot := self._lanes.slot(session)) is not None:
+                self._append(Kind.STARTS, ints("II", slot, turn), np.array(starts, "<u4").tobytes())
+
     def _about(self, session: str, kind: Kind, payload: bytes) -> None:
-        with self._appending():
+        with self._lock:
             if (slot := self._lanes.slot(session)) is not None:
                 self._append(kind, ints("I", slot), payload)
+        self._appended()
 
     def _append(self, kind: Kind, *payload: bytes) -> None:
         """Queues a record; the caller holds the lock."""
-        self._raise_failure()
+        if self._failure is not None:
+            self._raise_failure()
         self._records.append(record(kind, *payload))
 
-    @contextmanager
-    def _appending(self) -> Iterator[None]:
-        """Holds the lock while records are queued; without a flush interval they are written at once."""
-        with self._lock:
-            yield
+    def _appended(self) -> None:
+        """After the lock: without a flush interval records are written at once."""
         if self._flush_s == 0:
             self.flush(sync=False)
 
-    def _write(self, records: Sequence[Unsealed], *, sync: bool) -> None:
-        """Adds the checksums, writes and rotates; the caller holds the write lock."""
-        buffers = [buffer for record in records for buffer in record.seal()]
+    def _write(self, records: Sequence[bytes | PendingStep], *, sync: bool) -> None:
+        """Makes the records of steps, writes all of them and rotates; the caller holds the write lock."""
         try:
-            written = _write_all(self._file.fileno(), buffers)
-            self._size += written
-            self._counts["bytes"] += written
+            buffers: list[Buffer] = []
+            size = 0
+            for item in records:
+                if isinstance(item, bytes):
+                    buffers.append(item)
+                    size += len(item)
+                else:
+                    step = item.record()
+                    buffers += step.buffers
+                    size += step.size
+            if buffers:
+                _write_all(self._file.fileno(), buffers, size)
+            self._size += size
+            self._counts["bytes"] += size
             self._counts["flushes"] += bool(records)
             if sync:
                 os.fsync(self._file.fileno())
             if self._size >= self._segment_bytes:
                 self._rotate()
-        except OSError as error:
+        except Exception as error:  # whatever it is, the engine's thread must hear of it
             self._failure = error
             self._raise_failure()
 
     def _rotate(self) -> None:
-        os.fsync(self._file.fileno())
+        if self._fsync:
+            os.fsync(self._file.fileno())
         self._file.close()
         number = int(Path(self._file.name).stem)
         self._sealed.append(Segment(Path(self._file.name), number, number))
@@ -296,33 +356,32 @@ class TokenLog:
         return sum(segment.size for segment in list(self._sealed))
 
     def _flush_forever(self) -> None:
-        while not self._closing.wait(self._flush_s):
+        while not self._open.acquire(timeout=self._flush_s):
             try:
                 self.flush()
             except TokenLogError:
                 return  # kept in `_failure`: the next append raises it
+        self._open.release()
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
+            full = isinstance(self._failure, OSError)
+            advice = (
+                "free space or make the folder writable" if full else "mend what the engine reports of a step"
+            )
             raise TokenLogError(
-                f"the token log in {self._folder} cannot be written ({self._failure}): free space or make "
-                "the folder writable, then resume the run; what was flushed before is safe"
+                f"the token log in {self._folder} cannot be written ({self._failure!r}): {advice}, then "
+                "resume the run; what was flushed before is safe"
             ) from self._failure
 
 
-def _write_all(file: int, buffers: Sequence[Buffer]) -> int:
-    """Writes buffers one after the other, without joining them; returns their bytes."""
-    total = 0
-    for first in range(0, len(buffers), _BUFFERS):
-        some = list(buffers[first : first + _BUFFERS])
-        size = sum(map(len, some))
-        done = os.writev(file, some)
-        if done < size:  # a disk that is nearly full, or a signal
-            rest = memoryview(b"".join(some))[done:]
-            while rest:
-                rest = rest[os.write(file, rest) :]
-        total += size
-    return total
+def _write_all(file: int, buffers: Sequence[Buffer], size: int) -> None:
+    """Writes buffers of `size` bytes one after the other, without joining them where they are few."""
+    done = os.writev(file, buffers[:_BUFFERS])
+    if done < size:  # many buffers, a disk that is nearly full, or a signal
+        rest = memoryview(b"".join(buffers))[done:]
+        while rest:
+            rest = rest[os.write(file, rest) :]
 
 
 def _lock_folder(folder: Path) -> IO[str]:

@@ -11,14 +11,17 @@ from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from envs.agents import Access, AgentError
+from envs.agents import SANDBOX_URL, Access, AgentError, inside
 from model.chat import ChatFormat
+from model.images import ImageReader
 from rl.engines.base import Completion, Engine
 from rl.rollout.episode import EpisodeRun
-from rl.serve.endpoint import Endpoint, on_loopback
+from rl.rollout.pictures import last_images
+from rl.serve.endpoint import Endpoint, on_loopback, on_socket
 from rl.serve.session import Session
 from rl.serve.taps import Taps
 from rl.serve.voices import Hear, Spoken, Turn, listening
+from sandbox.base import Sandbox
 
 MODEL = "policy"
 """The model's name towards programs."""
@@ -30,11 +33,13 @@ class EpisodeVoice:
     The new branch's prompt is then the older one's ids, so each sampled token is trained once.
     """
 
-    alone, images = True, False
+    alone = True
 
-    def __init__(self, episode: EpisodeRun, engine: Engine, taps: Taps, context: int) -> None:
+    def __init__(
+        self, episode: EpisodeRun, engine: Engine, taps: Taps, context: int, *, images: bool = False
+    ) -> None:
         self._episode, self._engine, self._taps = episode, engine, taps
-        self.context = context
+        self.context, self.images = context, images
         self._branch = ""
         self._made = 0
 
@@ -53,6 +58,7 @@ class EpisodeVoice:
             tools=turn.tools,
             max_tokens=turn.sampling.max_tokens,
             through=through,
+            images=last_images(turn.history.types, turn.history.images, len(prompt_ids)),
         )
         if new_branch:
             self._branch, self._made = f"b{self._made}", self._made + 1
@@ -69,6 +75,7 @@ class AgentDoor:
         chat: The checkpoint's chat format.
         context: The longest conversation, in tokens.
         stack: Ends the endpoint.
+        reader: Reads images; None: the policy takes none.
     """
 
     engine: Engine
@@ -76,6 +83,7 @@ class AgentDoor:
     chat: ChatFormat
     context: int
     stack: AsyncExitStack
+    reader: ImageReader | None = None
     _served: asyncio.Task[tuple[Endpoint, str]] | None = None
 
     @asynccontextmanager
@@ -84,11 +92,16 @@ class AgentDoor:
         if self._served is None:
             self._served = asyncio.create_task(self._serve())
         endpoint, url = await asyncio.shield(self._served)
-        voice = EpisodeVoice(episode, self.engine, self.taps, self.context)
-        session = Session(voice, self.chat, effort=episode.effort, fixed_effort=True)
+        images = self.reader is not None
+        voice = EpisodeVoice(episode, self.engine, self.taps, self.context, images=images)
+        session = Session(voice, self.chat, self.reader, effort=episode.effort, fixed_effort=True)
         try:
-            with endpoint.key(session) as key:
-                yield Access(url, key, MODEL)
+            if inside(episode.agent):
+                async with _in_sandbox(endpoint, session, episode.box) as access:
+                    yield access
+            else:
+                with endpoint.key(session) as key:
+                    yield Access(url, key, MODEL)
             if not episode.history.turns:
                 raise AgentError(
                     "the agent ended without asking the model: its client must use OPENAI_BASE_URL, "
@@ -100,3 +113,13 @@ class AgentDoor:
     async def _serve(self) -> tuple[Endpoint, str]:
         endpoint = Endpoint(MODEL, self.chat, self.engine.stats)
         return endpoint, await self.stack.enter_async_context(on_loopback(endpoint))
+
+
+@asynccontextmanager
+async def _in_sandbox(endpoint: Endpoint, session: Session, box: Sandbox | None) -> AsyncIterator[Access]:
+    """Serves one sandbox on a socket of its own, where the key of its sample is the only one that counts."""
+    if box is None:
+        raise AgentError("this agent runs in a sandbox, and its sample has none")
+    with box.hear() as ear, endpoint.key(session, f"sk-temper-{ear.secret}") as key:
+        async with on_socket(endpoint.for_one(session), ear.sock):
+            yield Access(SANDBOX_URL, key, MODEL)

@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import secrets
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -34,6 +35,7 @@ _THREAD_FROM = 1 << 20
 """Bytes of a body from which reading it leaves the event loop."""
 _LOG = logging.getLogger("rl.serve")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_ONLY: web.AppKey[Session] = web.AppKey("only", Session)
 _SESSION: web.RequestKey[Session] = web.RequestKey("session", Session)
 _Piece = tuple[int, dict[str, Any]]
 _Pieces = asyncio.Queue[_Piece | None]
@@ -45,7 +47,7 @@ class Endpoint:
     Args:
         model: Its name in requests.
         chat: The checkpoint's chat format.
-        stats: Counters of the engine, for the metrics.
+        stats: Counters of the engine, for the metrics; `healthy` among them is what `/health` says.
         anyone: The session of callers without a key, on this machine alone; None: a key is needed.
     """
 
@@ -56,7 +58,7 @@ class Endpoint:
         stats: Callable[[], dict[str, float]] = dict[str, float],
         anyone: Session | None = None,
     ) -> None:
-        self.model, self._chat, self._anyone = model, chat, anyone
+        self.model, self._chat, self._anyone, self._stats = model, chat, anyone, stats
         self._closing = False
         self._started = int(time.time())
         self._keys: dict[bytes, Session] = {}
@@ -103,10 +105,20 @@ class Endpoint:
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._guard])
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._show_metrics)
+        self._add_model(app)
+        return app
+
+    def for_one(self, session: Session) -> web.Application:
+        """Returns the routes of the model alone, for one session's key and no other's."""
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[self._guard])
+        app[_ONLY] = session
+        self._add_model(app)
+        return app
+
+    def _add_model(self, app: web.Application) -> None:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{name:.+}", self._one_model)
         app.router.add_post("/v1/chat/completions", self._chat_completions)
-        return app
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -136,7 +148,10 @@ class Endpoint:
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
         digest = _digest(key.strip())
         session = self._keys.get(digest) if kind.lower() == "bearer" else None
-        if session is None and self._anyone is not None:
+        only = request.app.get(_ONLY)
+        if only is not None and session is not only:
+            session = None
+        elif session is None and self._anyone is not None:
             _check_local(request)
             session = self._anyone
         if session is not None:
@@ -150,7 +165,8 @@ class Endpoint:
         raise ApiError(message, status=401, code="invalid_api_key", kind="authentication_error")
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.json_response({"ok": True})
+        healthy = self._stats().get("healthy", 1.0) > 0 and not self._closing
+        return web.json_response({"ok": healthy}, status=200 if healthy else 503)
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
         return web.Response(text=self.metrics.text(), content_type="text/plain")
@@ -247,14 +263,26 @@ class Endpoint:
 @asynccontextmanager
 async def on_loopback(endpoint: Endpoint) -> AsyncIterator[str]:
     """Serves on a free port of this machine alone; yields the base URL for clients."""
-    runner = web.AppRunner(
-        endpoint.application(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
-    )
-    await runner.setup()
-    try:
+    async with _running(endpoint.application()) as runner:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+
+
+@asynccontextmanager
+async def on_socket(application: web.Application, sock: socket.socket) -> AsyncIterator[None]:
+    """Serves on a socket that listens."""
+    async with _running(application) as runner:
+        await web.SockSite(runner, sock).start()
+        yield
+
+
+@asynccontextmanager
+async def _running(application: web.Application) -> AsyncIterator[web.AppRunner]:
+    runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        yield runner
     finally:
         await runner.cleanup()
 

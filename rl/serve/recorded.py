@@ -21,6 +21,8 @@ from envs.types import (
 )
 from model.chat import Prompt
 from rl.rollout.messages import from_chat
+from rl.rollout.pictures import images_of
+from rl.rollout.recorded import replay_of
 from rl.serve.conversations import Conversations, Node
 
 
@@ -65,4 +67,6 @@ def _turn(node: Node) -> Turn:
         from_chat(node.message),
         parse_error=node.message.get("parse_error", ""),
         replay_starts=done.replay_starts,
+        replay=replay_of(done),
+        images=images_of(prompt.types, prompt.images),
     )

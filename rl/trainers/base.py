@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from model.config import PolicyConfig
+from model.hf.settings import HFShape
 from model.layers.indexer_loss import Variant
-from model.policy import Policy, PolicyAux
+from model.policies import AnyPolicy
+from model.policy import Policy, PolicyAux, PolicyOutput
 from rl.trainers.data import Sample
 from rl.trainers.draft import DraftConfig, DraftTrainer
 from rl.trainers.forward import TokenOutputs, token_outputs
@@ -35,7 +37,7 @@ class TrainerStateError(ValueError):
 class Loads:
     """Tokens routed to each expert in one step, [layers, experts], of text and of images."""
 
-    def __init__(self, config: PolicyConfig) -> None:
+    def __init__(self, config: PolicyConfig | HFShape) -> None:
         self._shape = (config.num_hidden_layers, config.n_routed_experts)
         self.clear()
 
@@ -67,7 +69,7 @@ class Trainer:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: AnyPolicy,
         optimizer: OptimizerConfig,
         *,
         total_steps: int,
@@ -89,6 +91,8 @@ class Trainer:
         self.indexer_loss: bool | Variant = indexer_over if indexer_coef else False
         self.drafting: DraftTrainer | None = None
         if draft is not None and draft.anchors:
+            if not isinstance(policy, Policy):
+                raise ValueError("policy=hf has no drafter to train: set draft.anchors=0")
             self.drafting = DraftTrainer(
                 policy,
                 draft,
@@ -132,8 +136,7 @@ class Trainer:
     def prepare(self) -> None:
         """Sets the policy up for a forward pass of this trainer."""
         self.policy.fake_quant = self.fake_quant
-        for block in self.policy.blocks:
-            block.recompute = self.recompute
+        self.policy.set_recompute(self.recompute)
 
     def micro_batches(self, samples: Sequence[Sample]) -> Iterator[MicroBatch]:
         """This rank's micro-batches of `samples`.
@@ -157,7 +160,7 @@ class Trainer:
             loss = loss + self.indexer_coef * tokens * aux.indexer_loss
         return loss
 
-    def teach_drafter(self, batch: MicroBatch, outputs: TokenOutputs, share: float) -> None:
+    def teach_drafter(self, batch: MicroBatch, outputs: TokenOutputs | PolicyOutput, share: float) -> None:
         """Adds the drafter's gradients of a micro-batch that is `share` of the step, when it is trained."""
         if self.drafting is not None:
             assert outputs.features is not None

@@ -69,6 +69,8 @@ class Renderer:
             raise DataError(f"{place}: {reason}") from error
 
     def _trajectory(self, row: Mapping[str, Any]) -> list[Sample]:
+        if not isinstance(row["trajectory"], Mapping):
+            raise ValueError("trajectory is an object, as a run writes it to rollouts/step-*.jsonl")
         trajectory = trajectory_from_json(row["trajectory"])
         score = trajectory.score
         if self.min_score is not None and (isinstance(score, Missing) or score.value < self.min_score):
@@ -82,6 +84,7 @@ class Renderer:
         if not first:
             raise ValueError("the assistant speaks first; begin with a user's or system message")
         tools = row.get("tools") or []
+        _check_objects(tools, "tools")
         pieces = _Pieces()
         pieces.add(self.chat.prompt(messages[:first], tools=tools, effort=effort, images=self.images))
         for assistant, group in itertools.groupby(messages[first:], lambda m: m["role"] == "assistant"):
@@ -162,11 +165,20 @@ def _messages(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ValueError(f"message {number} is an object with a role")
         _check_keys(message, _MESSAGE, f"message {number}")
+        _check_objects(message.get("tool_calls") or [], f"message {number}: tool_calls")
         if "train" in message and (message["role"] != "assistant" or not isinstance(message["train"], bool)):
             raise ValueError(
                 f"message {number}: train is true or false, and stands at an assistant's message"
             )
     return list(messages)
+
+
+def _check_objects(value: object, what: str) -> None:
+    """Refuses what is no list of `{"function": {...}}`, the shape of tools and of calls of them."""
+    if not isinstance(value, list) or not all(
+        isinstance(item, Mapping) and isinstance(item.get("function"), Mapping) for item in value
+    ):
+        raise ValueError(f'{what} is a list of objects like {{"type": "function", "function": {{...}}}}')
 
 
 def _check_keys(value: Mapping[str, Any], known: set[str], what: str) -> None:

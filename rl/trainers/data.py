@@ -20,6 +20,7 @@ from envs.types import Message, Role, Task, ToolSpec, Trajectory, Turn
 from model.choices import Choices, SamplingMask
 from model.images import PreparedImage
 from model.vision import TokenType
+from rl.rollout.pictures import history_images
 from rl.rollout.recorded import unpack
 from rl.trainers.choices import ReplayChoices, branch_choices, branch_mask
 
@@ -171,6 +172,7 @@ def trajectory_samples(
                 sampling_mask=None if kept is None else kept[: len(keep)],
                 replay_starts=tuple(start for turn in branch for start in turn.replay_starts),
                 states=_branch_states(branch)[: len(keep)],
+                images=_branch_images(branch, len(keep)),
             )
         )
     return samples
@@ -193,6 +195,13 @@ def _branch_columns(branch: Sequence[Turn], name: str) -> Columns:
         _append(columns, turn.prompt_ids, trained=False)
         _append(columns, turn.completion_ids, turn.logprobs, turn.policy_versions, trained=True)
     return columns
+
+
+def _branch_images(branch: Sequence[Turn], count: int) -> SampleImages | None:
+    turns = [(len(turn.prompt_ids), turn.images, len(turn.completion_ids)) for turn in branch]
+    if (found := history_images(turns)) is None:
+        return None
+    return SampleImages(np.array(found.types, np.int8), tuple(found.images)).first(count)
 
 
 def _branch_states(branch: Sequence[Turn]) -> np.ndarray:

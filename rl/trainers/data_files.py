@@ -1,7 +1,8 @@
 """Rows of JSONL and Parquet files by number, so that a run can go on at the very row where it stopped.
 
-A JSONL file is scanned once for where its lines begin; a Parquet file is read one row group at a time; a
-folder saved by the `datasets` library is read through it. Rows stay where they are until they are asked for.
+A JSONL file is read once at first, for where its lines begin and whether each is JSON; a Parquet file is read
+one row group at a time; a folder saved by the `datasets` library is read through it. Rows stay where they are
+until they are asked for.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class LineRows:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
+                    _parsed(line, f"{path}:{number}")
                     starts.append(position)
                     numbers.append(number)
                 position += len(line)
@@ -83,20 +85,21 @@ class LineRows:
         """Reads and parses one line."""
         with self._path.open("rb") as file:
             file.seek(int(self._starts[index]))
-            line = file.readline()
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise DataError(
-                f"{self.place(index)}: not JSON ({error}); one object stands on each line"
-            ) from error
-        if not isinstance(value, dict):
-            raise DataError(f"{self.place(index)}: a row is an object, not a {type(value).__name__}")
-        return value
+            return _parsed(file.readline(), self.place(index))
 
     def place(self, index: int) -> str:
         """`file:line`."""
         return f"{self._path}:{self._numbers[index]}"
+
+
+def _parsed(line: bytes, place: str) -> Mapping[str, Any]:
+    try:
+        value = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place}: not JSON ({error}); one object stands on each line, in UTF-8") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{place}: a row is an object, not a {type(value).__name__}")
+    return value
 
 
 class ParquetRows:
@@ -104,13 +107,13 @@ class ParquetRows:
 
     def __init__(self, path: Path) -> None:
         try:
-            from pyarrow import ArrowInvalid, parquet
+            from pyarrow import ArrowException, parquet
         except ImportError as error:
             raise DataError(f"{path}: Parquet needs pyarrow: pip install 'tempering[data]'") from error
-        self._path = path
+        self._path, self._broken = path, (ArrowException, OSError)
         try:
             self._file = parquet.ParquetFile(path)
-        except (ArrowInvalid, OSError) as error:
+        except self._broken as error:
             raise DataError(f"{path}: not a Parquet file ({error}); write it anew") from error
         groups = [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
         self._ends = np.cumsum(groups)
@@ -123,7 +126,12 @@ class ParquetRows:
         """One row; its group is read unless it was the last one read."""
         group = int(np.searchsorted(self._ends, index, side="right"))
         if self._loaded[0] != group:
-            self._loaded = (group, self._file.read_row_group(group).to_pylist())
+            try:
+                self._loaded = (group, self._file.read_row_group(group).to_pylist())
+            except self._broken as error:
+                raise DataError(
+                    f"{self.place(index)}: cannot be read ({error}); write the file anew"
+                ) from error
         first = int(self._ends[group - 1]) if group else 0
         return _without_nulls(self._loaded[1][index - first])
 

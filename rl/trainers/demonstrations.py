@@ -8,25 +8,27 @@ from typing import Any
 
 from model.chat import ChatFormat
 from model.config import PolicyConfig
+from model.hf.settings import HFShape
 from model.images import ImageReader
 from rl.environments import demonstrations
 from rl.launch.config import RunConfig
 from rl.trainers.conversations import Renderer
 from rl.trainers.data import Sample
+from rl.trainers.data_files import DataError
 from rl.trainers.sft_data import FileSamples
 
 
 class Demonstrations:
     """The stream of a run's demonstrations, and the ones it validates on."""
 
-    def __init__(self, config: RunConfig, chat: ChatFormat, policy: PolicyConfig) -> None:
+    def __init__(self, config: RunConfig, chat: ChatFormat, policy: PolicyConfig | HFShape) -> None:
         self._sft, sft = config.sft, config.sft
         self._files: FileSamples | None = None
         self.validation: list[Sample] = []
         self._stream: Iterator[Sample] = iter(())
         renderer = Renderer(
             chat,
-            None if policy.vision is None else ImageReader.of(policy),
+            ImageReader.of(policy) if isinstance(policy, PolicyConfig) and policy.vision else None,
             sft.effort,
             sft.max_tokens,
             sft.cut,
@@ -41,6 +43,8 @@ class Demonstrations:
         if sft.validation:
             held_out = FileSamples(sft.validation, renderer, config.run.seed)
             self.validation = held_out.in_order(sft.validation_samples)
+            if not self.validation:
+                raise DataError("no row of sft.validation gives a sample: all are below sft.min_score")
 
     def take(self, count: int) -> list[Sample]:
         """The next samples.

@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 
 from envs.types import Group, Trajectory
-from model.checkpoint import load_policy
-from model.policy import Policy
+from model.policies import AnyPolicy, open_policy
 from rl.trainers.data import Sample, trajectory_samples
 from rl.trainers.hidden_store import HiddenStore
 from rl.trainers.opd import OPDConfig, OPDTrainer
+from rl.trainers.ranks import ALONE, Ranks
 from rl.trainers.teachers import Teachers
 
 
@@ -30,17 +30,20 @@ class Distiller:
     Args:
         policy: the student.
         config: the trainer's settings.
-        store: a folder for hidden states, used with `store=disk`.
+        store: a folder for hidden states, used with `store=disk`; each process has one of its own in it.
+        ranks: the processes that train together.
     """
 
-    def __init__(self, policy: Policy, config: OPDConfig, store: Path) -> None:
+    def __init__(self, policy: AnyPolicy, config: OPDConfig, store: Path, ranks: Ranks = ALONE) -> None:
         teachers = Teachers(
             policy.config.vocab_size,
             token_budget=config.token_budget,
             fake_quant=config.fake_quant,
-            store=HiddenStore(store if config.store == "disk" else None),
+            store=HiddenStore(store / f"rank-{ranks.rank}" if config.store == "disk" else None),
+            vision=policy.config.vision,
+            ranks=ranks,
         )
-        self.trainer = OPDTrainer(policy, config, teachers)
+        self.trainer = OPDTrainer(policy, config, teachers, ranks=ranks)
         self._active: dict[str, str] = {}
 
     def use(self, teachers: Mapping[str, str], weights: Mapping[str, float]) -> None:
@@ -53,7 +56,7 @@ class Distiller:
             registry.remove(name)
         for name, folder in teachers.items():
             if self._active.get(name) != folder:
-                registry.add(name, partial(load_policy, Path(folder)))
+                registry.add(name, partial(open_policy, Path(folder)))
         self._active, self.trainer.weights = dict(teachers), dict(weights)
 
     def step(self, groups: Sequence[Group], lessons: Sequence[Lesson], min_version: int) -> dict[str, float]:
@@ -74,7 +77,7 @@ class Distiller:
                     teacher_of[sample.id] = lesson.teacher
                     samples.append(sample)
         taught = self.trainer.teachers.teach(samples, lambda sample: teacher_of[sample.id])
-        stored = self.trainer.teachers.store.bytes
+        stored = self.trainer.ranks.sum(self.trainer.teachers.store.bytes)
         try:
             metrics = self.trainer.step(taught)
         finally:

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from model.batch import PackedTokens
 from model.choices import SamplingMask, entropy_of, truncated_logprobs
 from model.layers.indexer_loss import Variant
-from model.policy import PackedTokens, Policy, PolicyAux
+from model.policies import AnyPolicy
+from model.policy import Policy, PolicyAux
 from model.vision import ImageTokens
 from rl.algorithms.linear import CHUNK_ELEMENTS, linear_logprobs
 from rl.trainers.packing import MicroBatch
@@ -41,7 +43,7 @@ class TokenOutputs:
 
 
 def token_outputs(
-    policy: Policy,
+    policy: AnyPolicy,
     batch: MicroBatch,
     *,
     temperature: float = 1.0,
@@ -50,14 +52,7 @@ def token_outputs(
     logits_limit: int = CHUNK_ELEMENTS,
 ) -> TokenOutputs:
     """Runs the policy over a micro-batch."""
-    tokens = PackedTokens(
-        batch.token_ids,
-        batch.cu_seqlens,
-        images=_images(policy, batch),
-        choices=batch.choices,
-        window_floors=batch.window_floors,
-    )
-    output = policy(tokens, indexer_loss=indexer_loss, features=features)
+    output = policy(packed_tokens(policy, batch), indexer_loss=indexer_loss, features=features)
     positions = batch.loss_mask.nonzero()[:, 0]
     labels = batch.token_ids[positions]
     mask = None if batch.sampling_mask is None else batch.sampling_mask.take(positions)
@@ -67,17 +62,30 @@ def token_outputs(
     return TokenOutputs(logprobs, entropy, correct, output.aux, output.hidden, output.features)
 
 
-def _images(policy: Policy, batch: MicroBatch) -> ImageTokens | None:
+def packed_tokens(policy: AnyPolicy, batch: MicroBatch) -> PackedTokens:
+    """A micro-batch as the policy that sampled it takes it: with its images, choices and lost windows."""
+    return PackedTokens(
+        batch.token_ids,
+        batch.cu_seqlens,
+        images=encoded_images(policy, batch),
+        choices=batch.choices,
+        window_floors=batch.window_floors,
+    )
+
+
+def encoded_images(policy: AnyPolicy, batch: MicroBatch) -> ImageTokens | None:
     """The images of a micro-batch through the image tower, with gradient."""
     if batch.image_types is None:
         return None
+    if not isinstance(policy, Policy):
+        raise ValueError("policy=hf takes no images: take an environment of text")
     dtype, device = policy.norm.weight.dtype, policy.device
     rows = [policy.encode_image(image.patches.to(device, dtype), image.grid) for image in batch.images]
     return ImageTokens(batch.image_types, torch.cat(rows))
 
 
 def head_outputs(
-    policy: Policy,
+    policy: AnyPolicy,
     hidden: Tensor,
     labels: Tensor,
     temperature: float,

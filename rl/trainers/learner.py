@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +12,28 @@ import numpy as np
 from torch import Tensor
 
 from envs.types import Trajectory
-from model.checkpoint import save_policy
+from model.hf.policy import HFPolicy
+from model.hf.weights import published
+from model.policies import AnyPolicy, write_policy
 from rl import build
 from rl.checkpoint import Checkpoint, CheckpointStore
 from rl.launch.config import RunConfig
 from rl.publish import outbox
 from rl.rollout.buffer import Batch
-from rl.trainers.base import Trainer
+from rl.trainers.base import Trainer, TrainerStateError
 from rl.trainers.data import Sample, trajectory_samples
 from rl.trainers.demonstrations import Demonstrations
 from rl.trainers.distiller import Distiller, Lesson
 from rl.trainers.ranks import ALONE, Ranks
 from rl.trainers.rl import RLTrainer
 from rl.trainers.sft import SFTTrainer
+
+
+def frozen_copy(policy: AnyPolicy) -> AnyPolicy:
+    """A policy with the present weights of its own, which nobody trains."""
+    copy = deepcopy(policy).requires_grad_(False)
+    copy.zero_grad(set_to_none=True)
+    return copy
 
 
 class Learner:
@@ -60,10 +70,14 @@ class Learner:
         self.policy.fake_quant = self._config.trainer.fake_quant
         self.policy.exact = self._config.model.exact
         if self._config.opd.teachers:
-            self.opd = Distiller(self.policy, self._config.opd, self._store.folder.parent / "hidden_states")
+            states = self._store.folder.parent / "hidden_states"
+            self.opd = Distiller(self.policy, self._config.opd, states, self._ranks)
         else:
             config = self._config
-            self.rl = RLTrainer(self.policy, config.trainer, config.algorithm, ranks=self._ranks)
+            reference = frozen_copy(self.policy) if config.algorithm.needs_reference else None
+            self.rl = RLTrainer(
+                self.policy, config.trainer, config.algorithm, reference=reference, ranks=self._ranks
+            )
 
     @property
     def _learning(self) -> Trainer | None:
@@ -94,8 +108,14 @@ class Learner:
 
     def weights(self) -> tuple[Mapping[str, Tensor], int]:
         """Returns the current weights (nothing beside rank 0), and the version of the next samples."""
-        tensors = self.policy.state_dict() if self._ranks.alone else self._whole_policy()
+        tensors = self._own_weights() if self._ranks.alone else self._whole_policy()
         return tensors, 0 if self._learning is None else self._learning.version
+
+    def _own_weights(self) -> Mapping[str, Tensor]:
+        """The weights as the engine names them: ours by their own names, any other as in files."""
+        if self._config.engine.name != "native" and isinstance(self.policy, HFPolicy):
+            return published(self.policy)
+        return self.policy.state_dict()
 
     def _whole_policy(self) -> dict[str, Tensor]:
         """The weights in host memory, gathered tensor by tensor (collective); nothing beside rank 0."""
@@ -136,6 +156,8 @@ class Learner:
         }
         if self._ranks.alone:
             own["policy"] = dict(self.policy.state_dict())
+            if self.rl is not None and self.rl.reference is not None:
+                own["reference"] = dict(self.rl.reference.state_dict())
             self._store.save(step, {"learner": own, "controller": dict(state)}, self._write_policy)
         else:
             self._save_together(step, own, dict(state))
@@ -157,7 +179,7 @@ class Learner:
             return
 
         def write_all(folder: Path) -> None:
-            save_policy(host_policy(self.policy.config, tensors), folder, chat=self._chat)
+            write_policy(host_policy(self.policy, tensors), folder, self._chat)
             write(folder)
 
         self._store.save(step, {"learner": own, "controller": state}, write_all)
@@ -176,7 +198,20 @@ class Learner:
             self.begin_learning()
             assert self._learning is not None
             self._learning.load_state_dict(own["learning"])
+            self._restore_reference(own)
         return state["controller"]
+
+    def _restore_reference(self, own: Mapping[str, Any]) -> None:
+        """A KL term keeps pulling to the policy that RL began with, not to the one it resumes with."""
+        if self.rl is None or self.rl.reference is None:
+            return
+        if "reference" not in own:
+            raise TrainerStateError(
+                "algorithm.kl_coef needs the policy that RL began with, and the checkpoint was written "
+                "without a KL term, which keeps none: resume without it, or begin a run with "
+                "model.path=<the checkpoint>"
+            )
+        self.rl.reference.load_state_dict(own["reference"])
 
     def _restore_parts(self, checkpoint: Checkpoint, own: dict[str, Any]) -> dict[str, Any]:
         """Loads the policy from or into several processes; returns the trainers' states laid out likewise."""
@@ -203,7 +238,7 @@ class Learner:
             self.rl.recovered_groups = groups
 
     def _write_policy(self, folder: Path) -> None:
-        save_policy(self.policy, folder, chat=self._chat)
+        write_policy(self.policy, folder, self._chat)
 
 
 @asynccontextmanager

@@ -12,13 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.policy import PackedTokens, Policy, PolicyOutput
+from model.policies import AnyPolicy
+from model.policy import PolicyOutput
 from rl.algorithms import AlgorithmConfig, LossInputs, objective
 from rl.algorithms.linear import linear_logprobs, linear_reverse_kl
 from rl.algorithms.opd import sampled_advantages
 from rl.trainers.base import Trainer
+from rl.trainers.draft import DraftConfig
+from rl.trainers.forward import packed_tokens
 from rl.trainers.optim import OptimizerConfig, require_at_least
-from rl.trainers.packing import MicroBatch, micro_batches
+from rl.trainers.packing import MicroBatch
+from rl.trainers.ranks import ALONE, Ranks
 from rl.trainers.teachers import TaughtSample, Teachers
 
 _SAMPLED = AlgorithmConfig(corrections=())
@@ -34,12 +38,10 @@ class TeacherConfig:
 
     Attributes:
         path: a run (its newest checkpoint), `RUN@STEP`, or a policy's folder. Of any width, with the
-            student's
-            tokenizer.
+            student's tokenizer.
         envs: environments, by their names in the run, whose samples it teaches.
         tasks: patterns of task ids (`calc/9*`) that it teaches, before any teacher chosen by environment.
-            With
-            neither, it teaches what no other does.
+            With neither, it teaches what no other does.
         weight: of its samples in the loss.
     """
 
@@ -71,6 +73,8 @@ class OPDConfig:
         fake_quant: whether keys are rounded as the sampler's caches store them.
         balance_coef: weight of the sequence-level balance loss.
         indexer_coef: weight of the indexers' KL loss.
+        draft: training of the drafter beside it.
+        recompute: activations of a layer are computed again in the backward pass and not kept.
     """
 
     teachers: dict[str, TeacherConfig] = field(default_factory=dict)
@@ -83,6 +87,8 @@ class OPDConfig:
     fake_quant: bool = True
     balance_coef: float = 0.0
     indexer_coef: float = 0.0
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    recompute: bool = False
 
     def __post_init__(self) -> None:
         if self.objective not in ("exact", "sampled"):
@@ -102,10 +108,11 @@ class OPDTrainer(Trainer):
 
     def __init__(
         self,
-        policy: Policy,
+        policy: AnyPolicy,
         config: OPDConfig,
         teachers: Teachers,
         weights: Mapping[str, float] | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         super().__init__(
             policy,
@@ -116,6 +123,9 @@ class OPDTrainer(Trainer):
             temperature=config.temperature,
             balance_coef=config.balance_coef,
             indexer_coef=config.indexer_coef,
+            draft=config.draft,
+            recompute=config.recompute,
+            ranks=ranks,
         )
         self.config, self.teachers = config, teachers
         self.weights = dict(weights or {})
@@ -135,33 +145,35 @@ class OPDTrainer(Trainer):
         trained = sum(item.sample.trained_tokens for item in taught)
         if not trained:
             raise ValueError("no sample of this step has a token to learn from; give it sampled trajectories")
-        self.policy.fake_quant = self.fake_quant
+        self.prepare()
         sums: Counter[str] = Counter()
-        load = torch.zeros((), device=self.policy.device)
         for name, items, micro in self._by_teacher(taught):
-            packed = PackedTokens(
-                micro.token_ids, micro.cu_seqlens, choices=micro.choices, window_floors=micro.window_floors
+            output = self.policy(
+                packed_tokens(self.policy, micro),
+                indexer_loss=self.indexer_loss,
+                features=self.drafting is not None,
             )
-            output = self.policy(packed, indexer_loss=self.indexer_loss)
             loss, values = self._loss(name, items, micro, output)
             loss = self.weights.get(name, 1.0) * loss / trained
             self.require_finite(loss.detach(), [item.sample for item in items], "loss")
-            extra = self.auxiliary_loss(output.aux, len(items) / len(taught), len(micro.token_ids) / tokens)
-            (loss + extra).backward()
-            load = load + output.aux.expert_load.detach()
-            sums.update({"loss": loss.item(), "kl": values.sum().item(), f"sum.{name}": values.sum().item()})
-            sums.update({f"count.{name}": len(values)})
-        updated = self.update(load)
+            share = 0.0 if micro.idle else len(micro.token_ids) / tokens
+            documents = 0.0 if micro.idle else len(items) / len(taught)
+            (loss + self.auxiliary_loss(output.aux, documents, share)).backward()
+            self.teach_drafter(micro, output, share)
+            if not micro.idle:
+                self.loads.add(output.aux)
+            sums.update({"loss": loss.item(), f"kl.{name}": values.sum().item()})
+        updated = self.update(*self.loads.total(self.ranks, self.policy.device))
         self.steps += 1
-        return {f"opd/{key}": value for key, value in (_summary(sums, trained) | updated).items()}
+        updated |= {f"draft.{name}": value for name, value in self.update_drafter().items()}
+        return {f"opd/{key}": value for key, value in (self._summary(sums, taught) | updated).items()}
 
     def _by_teacher(
         self, taught: Sequence[TaughtSample]
     ) -> Iterator[tuple[str, list[TaughtSample], MicroBatch]]:
         for name in sorted({item.teacher for item in taught}):
             items = [item for item in taught if item.teacher == name]
-            samples = [item.sample for item in items]
-            for micro in micro_batches(samples, self.token_budget, self.policy.device):
+            for micro in self.micro_batches([item.sample for item in items]):
                 yield name, [items[i] for i in micro.indices], micro
 
     def _loss(
@@ -170,8 +182,8 @@ class OPDTrainer(Trainer):
         """The summed loss of a micro-batch, and its reverse KL (exact, or its estimate) per trained token."""
         positions = micro.loss_mask.nonzero()[:, 0]
         hidden, labels = output.hidden[positions - 1], micro.token_ids[positions]
-        theirs = torch.from_numpy(np.concatenate([item.hidden for item in items])).to(hidden.device)
         own, head = self.policy.head.weight, self.teachers.head(name).to(hidden.device)
+        theirs = _states(items, micro, head.shape[1]).to(hidden.device)
         assert isinstance(own, Tensor)
         if self.config.objective == "exact":
             kl = linear_reverse_kl(hidden, own, theirs, head, temperature=self.temperature)
@@ -196,8 +208,26 @@ class OPDTrainer(Trainer):
         ones = torch.ones(len(items), device=hidden.device)
         return objective(_SAMPLED, inputs, ones).loss, -advantages
 
+    def _summary(self, sums: Mapping[str, float], taught: Sequence[TaughtSample]) -> dict[str, float]:
+        counts: Counter[str] = Counter()
+        for item in taught:
+            counts[item.teacher] += item.sample.trained_tokens
+        kl = {name: self.ranks.sum(sums[f"kl.{name}"]) for name in sorted(counts)}
+        trained = counts.total()
+        return {
+            "loss": self.ranks.sum(sums["loss"]),
+            "kl": sum(kl.values()) / trained,
+            "tokens.trained": float(trained),
+            **{f"kl.{name}": value / max(counts[name], 1) for name, value in kl.items()},
+        }
 
-def _summary(sums: Mapping[str, float], trained: int) -> dict[str, float]:
-    names = [key.removeprefix("sum.") for key in sums if key.startswith("sum.")]
-    per_teacher = {f"kl.{name}": sums[f"sum.{name}"] / max(sums[f"count.{name}"], 1) for name in names}
-    return {"loss": sums["loss"], "kl": sums["kl"] / trained, "tokens.trained": float(trained), **per_teacher}
+
+def _states(items: Sequence[TaughtSample], micro: MicroBatch, width: int) -> Tensor:
+    """The teacher's hidden states at the trained tokens of a micro-batch, [m, width]; idle ones have none."""
+    if micro.idle:
+        return torch.zeros(0, width)
+    states: list[np.ndarray] = []
+    for item in items:
+        assert item.hidden is not None, "a process is taught the samples of its own micro-batches"
+        states.append(item.hidden)
+    return torch.from_numpy(np.concatenate(states))

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from model.policy import Policy
+from model.policies import AnyPolicy
 from rl.trainers import shards
 from rl.trainers.muon import Layout, Muon
 from rl.trainers.optim_config import OptimizerConfig, OptimizerError, require_at_least
@@ -28,8 +28,10 @@ from rl.trainers.sinkhorn import BalancedMomentum
 __all__ = ["Optimizer", "OptimizerConfig", "OptimizerError", "Part", "is_matrix", "require_at_least"]
 
 _TABLE = re.compile(r"engram\.embed\.weight$")
-_EMBEDDINGS = re.compile(r"^(embed|head)\.weight$|engram\.embed\.weight$")
-_ADAMW_PATTERNS = (r"^embed\.", r"^head\.", r"engram\.(embed|q_weight|k_weight)", r"ffn\.gate\.", r"hc_\w+\.")
+_EMBEDDINGS = re.compile(r"^(embed|head|lm_head|.*embed_tokens)\.weight$|engram\.embed\.weight$")
+_HF_ADAMW = (r"(^|\.)(embed_\w+|wte|wpe|lm_head)\.weight$", r"\.(gate|router)\.weight$", r"lora_[AB]")
+_OUR_ADAMW = (r"^embed\.", r"^head\.", r"engram\.(embed|q_weight|k_weight)", r"ffn\.gate\.", r"hc_\w+\.")
+_ADAMW_PATTERNS = _OUR_ADAMW + _HF_ADAMW
 
 _NORM_EPSILON = 1e-6
 """Keeps the scale of a zero gradient finite, as in torch.nn.utils.clip_grad_norm_."""
@@ -41,7 +43,7 @@ class Optimizer:
     """The optimisers of the trainable parameters of a policy: those of its drafter, or all others."""
 
     def __init__(
-        self, policy: Policy, config: OptimizerConfig, part: Part = "backbone", ranks: Ranks = ALONE
+        self, policy: AnyPolicy, config: OptimizerConfig, part: Part = "backbone", ranks: Ranks = ALONE
     ) -> None:
         self.config, self.ranks = config, ranks
         self.parameters = _trainable(policy, config.frozen, part)
@@ -237,9 +239,11 @@ def is_matrix(name: str, parameter: Tensor) -> bool:
     return parameter.ndim >= 2 and not any(re.search(pattern, name) for pattern in _ADAMW_PATTERNS)
 
 
-def _trainable(policy: Policy, frozen: tuple[str, ...], part: Part) -> dict[str, nn.Parameter]:
+def _trainable(policy: AnyPolicy, frozen: tuple[str, ...], part: Part) -> dict[str, nn.Parameter]:
     drafter = part == "drafter"
-    named = {n: p for n, p in policy.named_parameters() if n.startswith("mtp.") == drafter}
+    named = {
+        n: p for n, p in policy.named_parameters() if n.startswith("mtp.") == drafter and p.requires_grad
+    }
     for pattern in frozen:
         if not any(re.search(pattern, name) for name in named):
             raise OptimizerError(
@@ -286,7 +290,7 @@ def _squared(values: list[Tensor]) -> float:
     return sum(value.double().square().sum().item() for value in values)
 
 
-def _layout(name: str, parameter: nn.Parameter, policy: Policy, head_wise: bool) -> Layout:
+def _layout(name: str, parameter: nn.Parameter, policy: AnyPolicy, head_wise: bool) -> Layout:
     """How a parameter is n matrices of their own: experts, output groups, heads."""
     rows, columns = _matrix(name, parameter, policy, head_wise)
 
@@ -300,8 +304,9 @@ def _layout(name: str, parameter: nn.Parameter, policy: Policy, head_wise: bool)
     return Layout(stack, unstack)
 
 
-def _matrix(name: str, parameter: Tensor, policy: Policy, head_wise: bool) -> tuple[int, int]:
-    config, columns = policy.config, parameter.shape[-1] if parameter.ndim else 1
+def _matrix(name: str, parameter: Tensor, policy: AnyPolicy, head_wise: bool) -> tuple[int, int]:
+    config: Any = policy.config
+    columns = parameter.shape[-1] if parameter.ndim else 1
     rows = parameter.shape[-2] if parameter.ndim >= 2 else 1
     if name.endswith("attn.wo_a.weight"):
         return rows // config.o_groups, columns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 
@@ -74,8 +75,23 @@ class OptimizerConfig:
             raise OptimizerError(f"max_grad_norm is {self.max_grad_norm}; it must be positive")
         if self.table_factor <= 0 or not math.isfinite(self.table_factor):
             raise OptimizerError(f"table_factor is {self.table_factor}; it must be positive")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise OptimizerError(f"betas={list(self.betas)}: both are from 0 to below 1")
+        if not 0 < self.epsilon < math.inf:
+            raise OptimizerError(f"epsilon is {self.epsilon}; it must be positive and finite")
+        self._check_frozen()
         self._check_decay()
         self._check_effect()
+
+    def _check_frozen(self) -> None:
+        for pattern in self.frozen:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise OptimizerError(
+                    f"frozen: {pattern!r} is no pattern ({error}); it is a regular expression that is "
+                    "searched in parameter names, as in embed or layers\\.0\\."
+                ) from error
 
     def _check_decay(self) -> None:
         if self.decay not in ("constant", "cosine", "linear"):
@@ -87,6 +103,11 @@ class OptimizerConfig:
             )
         if self.decay == "constant" and (self.decay_from, self.decay_to) != (0.0, 1.0):
             raise OptimizerError("decay_from and decay_to have no effect with decay=constant; leave them out")
+        if self.decay == "constant" and self.final_fraction != 0.1:
+            raise OptimizerError(
+                "final_fraction has no effect with decay=constant; set decay to cosine or linear, or leave "
+                "it out"
+            )
 
     def _check_effect(self) -> None:
         """Refuses settings of an optimiser that is not used."""

@@ -17,22 +17,27 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
-from model.config import PolicyConfig
+from model.hf.policy import HFPolicy
+from model.policies import AnyPolicy
 from model.policy import Policy
 from rl.trainers import shards
 from rl.trainers.experts import ROUTED, SpreadExperts, stacked_name
 from rl.trainers.parallel_config import ParallelConfig, ParallelError
+from rl.trainers.parallel_hf import spread_hf
 
 
-def spread(policy: Policy, config: ParallelConfig) -> None:
+def spread(policy: AnyPolicy, config: ParallelConfig) -> None:
     """Divides a policy, equal on all ranks, over them; in place. The default process group is all of them.
 
     Raises:
         ParallelError: It does not divide, its dtypes are mixed, or there is another number of processes.
     """
-    config.check(policy.config)
+    if isinstance(policy, Policy):
+        config.check(policy.config)
     if dist.get_world_size() != config.data:
         raise ParallelError(f"parallel.data={config.data}, but {dist.get_world_size()} processes train")
+    if isinstance(policy, HFPolicy):
+        return spread_hf(policy, config)
     replicas = config.data // config.expert
     mesh = init_device_mesh(
         policy.device.type, (replicas, config.expert), mesh_dim_names=("replica", shards.EXPERT_AXIS)
@@ -61,7 +66,7 @@ def spread(policy: Policy, config: ParallelConfig) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def full_state(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+def full_state(policy: AnyPolicy) -> Iterator[tuple[str, Tensor]]:
     """Yields every tensor of a policy whole, one at a time, named as in one process (collective)."""
     waiting: dict[str, Tensor] = {}
     for name, tensor in policy.state_dict().items():
@@ -76,7 +81,7 @@ def full_state(policy: Policy) -> Iterator[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def load_parts(policy: Policy, state: Mapping[str, Tensor]) -> None:
+def load_parts(policy: AnyPolicy, state: Mapping[str, Tensor]) -> None:
     """Loads tensors named as `policy` names them, whole or laid out as its own are."""
     own = policy.state_dict()
     if own.keys() != state.keys():
@@ -85,9 +90,11 @@ def load_parts(policy: Policy, state: Mapping[str, Tensor]) -> None:
         shards.part(tensor).copy_(shards.part_of_stored(tensor, state[name]))
 
 
-def host_policy(config: PolicyConfig, tensors: dict[str, Tensor]) -> Policy:
+def host_policy(like: AnyPolicy, tensors: dict[str, Tensor]) -> AnyPolicy:
     """A policy made of these tensors, not copied, to be written to disk."""
+    if isinstance(like, HFPolicy):
+        return like.on_host(tensors)
     with torch.device("meta"):
-        policy = Policy(config)
+        policy = Policy(like.config)
     policy.load_state_dict(tensors, assign=True)
     return policy

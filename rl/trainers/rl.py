@@ -12,9 +12,11 @@ from torch import Tensor
 
 from envs.types import Group
 from model.diagnostics.scales import ScaleMonitor
+from model.policies import AnyPolicy
 from model.policy import Policy
 from rl.algorithms import AlgorithmConfig, LossInputs, objective
 from rl.algorithms.advantages.registry import ADVANTAGES
+from rl.algorithms.entropy import next_coefficient, target_at
 from rl.algorithms.registry import settings_of
 from rl.trainers.base import Trainer, TrainerStateError
 from rl.trainers.batch import Batch, build_batch
@@ -96,11 +98,11 @@ class RLTrainer(Trainer):
 
     def __init__(
         self,
-        policy: Policy,
+        policy: AnyPolicy,
         config: RLConfig,
         algorithm: AlgorithmConfig,
         *,
-        reference: Policy | None = None,
+        reference: AnyPolicy | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
         super().__init__(
@@ -132,6 +134,7 @@ class RLTrainer(Trainer):
             )
         self._estimates: list[Estimates] = []
         self.recovered_groups = 0
+        self.entropy_coef = algorithm.entropy_coef
         """Groups numbered below began in an earlier attempt at the run, partly under weights now lost."""
 
     def step(self, groups: Sequence[Group], *, min_version: int = 0) -> dict[str, float]:
@@ -168,11 +171,14 @@ class RLTrainer(Trainer):
             if self.critic is not None:
                 critic = self.critic.update(sum(sample.trained_tokens for sample in batch.samples))
                 updated |= {f"value.{name}": value for name, value in critic.items()}
+        measured = measures.summary(self.ranks)
+        steered = self._steer_entropy(measured.get("entropy"))
         self.steps += 1
         self.version = self.steps
         metrics = {
             **_dropped(batch.dropped),
-            **measures.summary(self.ranks),
+            **measured,
+            **steered,
             **classes.summary(self.ranks),
             **updated,
             **batch.statistics(),
@@ -180,6 +186,21 @@ class RLTrainer(Trainer):
         metrics["updates"] = float(bool(batch.samples))
         drafted = {f"draft/{name}": value for name, value in self.update_drafter().items()}
         return {f"train/{name}": value for name, value in metrics.items()} | scales | drafted
+
+    def _steer_entropy(self, entropy: float | None) -> dict[str, float]:
+        """Moves the entropy bonus's weight for the next step; a step without tokens (None) moves nothing."""
+        algorithm = self.algorithm
+        if not algorithm.entropy_target:
+            return {}
+        target = target_at(
+            algorithm.entropy_target, self.steps, self.config.steps, algorithm.entropy_decay_from
+        )
+        used = self.entropy_coef
+        if entropy is not None:
+            self.entropy_coef = next_coefficient(
+                used, entropy, target, rate=algorithm.entropy_rate, limit=algorithm.entropy_limit
+            )
+        return {"entropy.coef": used, "entropy.target": target}
 
     def _valued(self, batch: Batch) -> Batch:
         """The batch with an advantage for each token, and what the critic is to learn from it."""
@@ -206,6 +227,8 @@ class RLTrainer(Trainer):
         if not self.config.scales_every or self.steps % self.config.scales_every:
             self._accumulate(batch, measures, classes)
             return {}
+        if not isinstance(self.policy, Policy):
+            raise ValueError("policy=hf stores no block scales to count: set trainer.scales_every=0")
         with ScaleMonitor(self.policy) as monitor:
             self._accumulate(batch, measures, classes)
             return monitor.metrics("train")
@@ -226,7 +249,8 @@ class RLTrainer(Trainer):
             )
             inputs = self._inputs(micro, outputs)
             self.require_finite(inputs.masked(inputs.sampler_logprobs), members, "sampler's log-probability")
-            part = objective(self.algorithm, inputs, weights[list(micro.indices)])
+            shares = weights[list(micro.indices)]
+            part = objective(self.algorithm, inputs, shares, entropy_coef=self.entropy_coef)
             self.require_finite(part.loss.detach(), members, "loss")
             share = 0.0 if micro.idle else len(micro.token_ids) / tokens
             documents = 0.0 if micro.idle else len(members) / len(samples)
@@ -248,8 +272,9 @@ class RLTrainer(Trainer):
             self.critic.discard()
 
     def state_dict(self) -> dict[str, Any]:
-        """As every trainer's, and the critic."""
-        return super().state_dict() | {"critic": None if self.critic is None else self.critic.state_dict()}
+        """As every trainer's, and the critic and the entropy bonus's weight."""
+        critic = None if self.critic is None else self.critic.state_dict()
+        return super().state_dict() | {"critic": critic, "entropy_coef": self.entropy_coef}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from `state_dict`.
@@ -267,6 +292,8 @@ class RLTrainer(Trainer):
         super().load_state_dict(state)
         if self.critic is not None:
             self.critic.load_state_dict(stored)  # pyright: ignore[reportArgumentType]
+        if self.algorithm.entropy_target and "entropy_coef" in state:  # older states were written without one
+            self.entropy_coef = min(state["entropy_coef"], self.algorithm.entropy_limit)
 
     def _inputs(self, micro: MicroBatch, outputs: TokenOutputs) -> LossInputs:
         old = outputs.logprobs.detach() if self.algorithm.anchored_at_trainer else micro.logprobs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from model.layers.indexer_loss import Variant
-from model.policy import Policy
+from model.policies import AnyPolicy
 from rl.trainers.base import Trainer
 from rl.trainers.data import Sample
 from rl.trainers.draft import DraftConfig
@@ -85,6 +86,11 @@ class SFTConfig:
             raise ValueError(f"effort={self.effort}: an effort is from 1 to 100")
         if self.cut and self.max_tokens is None:
             raise ValueError("cut=true has no effect without max_tokens; set both, or neither")
+        if self.min_score is not None and not math.isfinite(self.min_score):
+            raise ValueError(f"min_score={self.min_score}: it is a finite number")
+        for name, default in (("validate_every", 50), ("validation_samples", 256)):
+            if not self.validation and getattr(self, name) != default:
+                raise ValueError(f"{name} has no effect without sft.validation; set both, or neither")
         for name in ("effort", "max_tokens", "min_score"):
             if getattr(self, name) is not None and not (self.data or self.validation):
                 raise ValueError(f"{name} is of samples from files and has no effect without sft.data")
@@ -95,7 +101,7 @@ class SFTTrainer(Trainer):
 
     kind: ClassVar[str] = "sft"
 
-    def __init__(self, policy: Policy, config: SFTConfig, *, ranks: Ranks = ALONE) -> None:
+    def __init__(self, policy: AnyPolicy, config: SFTConfig, *, ranks: Ranks = ALONE) -> None:
         super().__init__(
             policy,
             config.optimizer,

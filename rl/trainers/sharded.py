@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
-from model.policy import Policy
+from model.policies import AnyPolicy
 from rl.trainers import shards
 from rl.trainers.experts import split_stacks, stacked_name
 from rl.trainers.ranks import Ranks
@@ -50,14 +50,14 @@ def put_optimizers(own: dict[str, Any], tree: Mapping[str, Any]) -> None:
                 state["optimizer"] = {**empty, **tree.get(name, {})}
 
 
-def save(folder: Path, tree: Mapping[str, Any], policy: Policy, ranks: Ranks) -> None:
+def save(folder: Path, tree: Mapping[str, Any], policy: AnyPolicy, ranks: Ranks) -> None:
     """Writes the tensors of nested mappings (collective). Those of parameters are named after them."""
     flat = dict(_flat(split_stacks(tree, policy.config.n_routed_experts)))
     with _quiet():
         save_distributed(flat, checkpoint_id=folder, no_dist=ranks.alone)
 
 
-def load(folder: Path, policy: Policy, ranks: Ranks) -> dict[str, Any]:
+def load(folder: Path, policy: AnyPolicy, ranks: Ranks) -> dict[str, Any]:
     """Reads what `save` wrote, laid out as the parameters of `policy` are now (collective).
 
     Raises:

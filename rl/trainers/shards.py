@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor
 
-from model.policy import Policy
+from model.policies import AnyPolicy
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -33,14 +33,14 @@ def is_sharded(policy: Any) -> TypeGuard[FSDPModule]:
     return hasattr(policy, "reshard")
 
 
-def finish_forward(policy: Policy) -> None:
+def finish_forward(policy: AnyPolicy) -> None:
     """Gives gathered parameters back after a forward pass that no backward pass follows."""
     if is_sharded(policy):
         policy.reshard()
 
 
 @contextmanager
-def gathered(policy: Policy) -> Iterator[None]:
+def gathered(policy: AnyPolicy) -> Iterator[None]:
     """Lets what is no part of a forward pass read the embedding and the head."""
     if not is_sharded(policy):
         yield

@@ -1,7 +1,7 @@
 """metrics.jsonl: the source of truth about a run's numbers, whatever else they are sent to.
 
-One row holds one family at one step. After a kill the torn last row is cut off; when a resumed run repeats a
-step, the later row counts.
+One row holds one family at one step. After a kill or a loss of power the torn tail is cut off; when a resumed
+run repeats a step, the later row counts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class JsonlLog:
     """Appends rows; each is in the file when `write` returns."""
 
     def __init__(self, path: Path) -> None:
-        _cut_torn_row(path)
+        cut_torn_tail(path)
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, row: Row) -> None:
@@ -71,26 +71,38 @@ def series(rows: list[Row], name: str) -> tuple[list[int], list[float]]:
     return steps, [points[step] for step in steps]
 
 
+def whole_lines(path: Path) -> list[str]:
+    """Returns the lines of a file of JSON up to the first torn one; none without a file.
+
+    A kill leaves a line without its end. A loss of power also leaves bytes of zero, where the file had grown
+    but its pages were not on disk yet, maybe before lines that came later.
+    """
+    data = path.read_bytes() if path.exists() else b""
+    return data[: whole_bytes(data)].decode().splitlines()
+
+
+def cut_torn_tail(path: Path) -> None:
+    """Cuts off what `whole_lines` leaves out, so that the next line is not written behind it."""
+    data = path.read_bytes() if path.exists() else b""
+    if (whole := whole_bytes(data)) < len(data):
+        with path.open("r+b") as file:
+            file.truncate(whole)
+
+
+def whole_bytes(data: bytes) -> int:
+    """Returns how many bytes of a file of JSON those lines are."""
+    zero = data.find(b"\0")
+    return data.rfind(b"\n", 0, len(data) if zero < 0 else zero) + 1
+
+
 def _rows(path: Path) -> Iterator[Row]:
-    if not path.exists():
-        return
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n"):
-            data: dict[str, Any] = json.loads(line)
-            metrics = {name: float(value) for name, value in data["metrics"].items()}
-            yield Row(data["family"], data["step"], data["time"], metrics)
+    for line in whole_lines(path):
+        data: dict[str, Any] = json.loads(line)
+        metrics = {name: float(value) for name, value in data["metrics"].items()}
+        yield Row(data["family"], data["step"], data["time"], metrics)
 
 
 def _number(value: float) -> float | str:
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-
-
-def _cut_torn_row(path: Path) -> None:
-    if not path.exists():
-        return
-    data = path.read_bytes()
-    if data and not data.endswith(b"\n"):
-        with path.open("r+b") as file:
-            file.truncate(data.rfind(b"\n") + 1)

@@ -15,6 +15,7 @@ from typing import Any
 
 from envs.types import Missing, Task, Trajectory
 from rl.rollout.codec import task_from_json, task_to_json, trajectory_from_json, trajectory_to_json
+from rl.watch.jsonl import cut_torn_tail, whole_lines
 from rl.watch.metrics import TrainingBatch
 
 FOLDER = "rollouts"
@@ -46,6 +47,8 @@ class RolloutLog:
     def __init__(self, run: Path) -> None:
         self._folder = run / FOLDER
         self._folder.mkdir(parents=True, exist_ok=True)
+        for name in (_FAILED, _DISPATCHED):
+            cut_torn_tail(self._folder / name)
         self._unsynced: list[Path] = []
 
     def step(self, step: int, batch: TrainingBatch) -> None:
@@ -115,10 +118,7 @@ def read(run: Path, step: int | None = None, *, failed: bool = False) -> list[Sa
 
 
 def _samples(path: Path) -> Iterator[Sample]:
-    if not path.exists():
-        return
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n"):
-            data: dict[str, Any] = json.loads(line)
-            task = task_from_json(data["task"]) if "task" in data else None
-            yield Sample(trajectory_from_json(data["trajectory"]), task, data["min_version"])
+    for line in whole_lines(path):
+        data: dict[str, Any] = json.loads(line)
+        task = task_from_json(data["task"]) if "task" in data else None
+        yield Sample(trajectory_from_json(data["trajectory"]), task, data["min_version"])

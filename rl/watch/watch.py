@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -129,7 +130,10 @@ class Watch:
         self._status.phase = outcome
         self._wandb.close(exit_code)
         with self._lock:
-            write_status(self._run, self._status, self._alarms)
+            try:
+                write_status(self._run, self._status, self._alarms)
+            except OSError as error:
+                self._screen.note(f"STATUS.md does not say how the run ended: {error}")
             self._screen.close()
             self._jsonl.close()
             self._log.close()
@@ -170,11 +174,15 @@ class Watch:
 
     def _heartbeat(self) -> None:
         while not self._stop.wait(_HEARTBEAT_S):
-            disk = shutil.disk_usage(self._run)
-            with self._lock:
-                self._tell(self._alarms.check_silence(time.monotonic() - self._progress))
-                self._tell(self._alarms.check_disk(disk.free / disk.total))
-                write_status(self._run, self._status, self._alarms)
+            with suppress(OSError):  # of a disk that is full: there is room again at a later beat
+                self._beat()
+
+    def _beat(self) -> None:
+        disk = shutil.disk_usage(self._run)
+        with self._lock:
+            self._tell(self._alarms.check_silence(time.monotonic() - self._progress))
+            self._tell(self._alarms.check_disk(disk.free / disk.total))
+            write_status(self._run, self._status, self._alarms)
 
 
 def open_watch(folder: RunFolder, config: RunConfig) -> Watch:

@@ -13,10 +13,8 @@ nothing of other commands in its memory. `keeper.py` says how a command ends wit
 
 from __future__ import annotations
 
-import binascii
 import errno
 import gc
-import resource
 import select
 import struct
 import sys
@@ -25,18 +23,17 @@ from _socket import (
     AF_UNIX,
     MSG_DONTWAIT,
     MSG_PEEK,
-    SCM_RIGHTS,
     SHUT_WR,
     SOCK_SEQPACKET,
     SOCK_STREAM,
-    SOL_SOCKET,
     socket,
     socketpair,
 )
 
 from . import libc, small_json
 from .command import Command, Launched
-from .frames import FORK, FREE, JOB, STATUS
+from .confine import confine, forbid_cores
+from .frames import DIRECT, FOLDERS, FORK, FREE, STATUS, Outgoing, send, spawns
 from .process import FOREVER, Poll, Process, resize, terminal
 
 TYPE_CHECKING = False
@@ -59,10 +56,12 @@ FULL, READ, IDLE_S = 1 << 20, 1 << 16, 5.0
 class Agent:
     """The event loop: requests in, commands run, replies out."""
 
-    def __init__(self, channel_in: int, channel_out: int, zygote: socket, uid: int | None, fresh: bool):
+    def __init__(
+        self, channel_in: int, channel_out: int, zygote: socket, uid: int | None, fresh: bool, spawns: bool
+    ):
         self.uid, self.fresh = uid, fresh
         self.channel_in, self.channel_out, self.zygote = channel_in, channel_out, zygote
-        self.received, self.outgoing = bytearray(), bytearray()
+        self.received, self.outgoing = bytearray(), Outgoing(channel_out)
         self.commands: dict[int, Command] = {}
         self.background: dict[int, socket] = {}
         self.deferred: list[Command] = []
@@ -72,8 +71,7 @@ class Agent:
         self.leaving: dict[int, int] = {}
         self.held_at, self.used = 0.0, 0.0
         self.slots = set(range(1, SLOTS))
-        self.sequence = 0
-        self.open = True
+        self.sequence, self.open, self.spawns = 0, True, spawns
         os.set_blocking(channel_in, False)
         os.set_blocking(channel_out, False)
 
@@ -82,7 +80,7 @@ class Agent:
         while self.open:
             self.wait()
             now = time.monotonic()
-            if self.deferred and not self.background:
+            if self.deferred and not self.background and not self.leavers():
                 self.resume()
             for command in list(self.commands.values()):
                 if isinstance(command, Process):
@@ -103,7 +101,7 @@ class Agent:
         poller = select.poll()
         poller.register(self.channel_in, select.POLLIN)
         poller.register(self.zygote.fileno(), select.POLLIN)
-        if self.outgoing:
+        if self.outgoing.parts:
             poller.register(self.channel_out, select.POLLOUT)
         for fd in self.background:
             poller.register(fd, select.POLLIN)
@@ -125,7 +123,7 @@ class Agent:
 
     def register(self, poller: select.poll, command: Command, owners: dict[int, Command]) -> None:
         """Adds the descriptors of a command to what is waited for; a stream waits for a full channel."""
-        full = command.stream and len(self.outgoing) > FULL
+        full = command.stream and self.outgoing.size > FULL
         if isinstance(command, Process):
             full = command.full(time.monotonic())
         fds = [] if command.gone else [command.keeper.fileno()]
@@ -189,7 +187,7 @@ class Agent:
             if serve is not None:
                 serve(header, text, payload)
             else:
-                self.start(header, JOB.pack(len(text)) + text + payload)
+                self.start(header, text, payload)
         except OSError as error:
             self.reply(header["id"], error=errno.errorcode.get(error.errno or 0, "EIO"))
 
@@ -233,8 +231,8 @@ class Agent:
         """Starts a process that goes on after the reply."""
         if sum(isinstance(command, Process) for command in self.commands.values()) >= header["most"]:
             self.forget()
-        launched = self.launch(0, header)
-        process = Process(header, JOB.pack(len(text)) + text + payload, launched)
+        job = text if self.direct(header, text) else b""
+        process = Process(header, text, payload, self.launch(0, header, job))
         self.commands[process.id] = process
         process.feed()
         self.reply(header["id"])
@@ -277,20 +275,32 @@ class Agent:
                 return
         raise OSError(errno.EMFILE, "too many processes run")
 
-    def start(self, header: Header, stdin: bytes) -> None:
-        """Starts a command, the job ahead of its input, in the one that waits if that is as it needs."""
+    def direct(self, header: Header, text: bytes) -> bool:
+        """Whether a command is a program that its keeper can start at once, without a fork of Python.
+
+        What is no text, which JSON can spell, is left to Python.
+        """
+        if header["op"] not in ("exec", "start") or header.get("pty") or self.fresh or not self.spawns:
+            return False
+        small = len(text) <= DIRECT and header["env"].get("PATH", "").count(":") < FOLDERS
+        return small and b"\\ud" not in text
+
+    def start(self, header: Header, text: bytes, stdin: bytes) -> None:
+        """Starts a command; what needs Python, in the fork that waits if that is as it needs."""
         brief = header["op"] == "python" or self.fresh
-        if self.waits(brief) and not header.get("user") and not header.get("state"):
+        if self.direct(header, text):
+            launched = self.launch(0, header, text)
+        elif self.waits(brief) and not header.get("user") and not header.get("state"):
             launched = self.spares[brief].pop(0)
         else:
             self.hurried.add(brief)  # callers come faster than one fork at a time
             launched = self.launch(self.slots.pop() if brief else 0, header)
-        command = Command(header, stdin, launched)
+        command = Command(header, text, stdin, launched)
         self.commands[command.id] = command
         command.feed()
 
-    def launch(self, slot: int, header: Header) -> Launched:
-        """Has the zygote fork a keeper, which forks a command that waits for its job."""
+    def launch(self, slot: int, header: Header, job: bytes = b"") -> Launched:
+        """Has a keeper start a job, or the fork that waits for one."""
         (in_r, in_w), (out_r, out_w), (err_r, err_w) = [os.pipe() for _ in range(3)]
         extra, given = -1, [in_r, out_w, err_w]
         if header.get("pty"):
@@ -299,26 +309,25 @@ class Agent:
         elif header.get("state"):
             extra, far = os.pipe()
             given.append(far)
-        keeper = self.kept(FORK.pack(slot, header.get("user") or 0), given, bool(slot))
+        keeper = self.kept(FORK.pack(slot, header.get("user") or 0) + job, given, bool(slot))
         for fd in given:
             os.close(fd)
         for fd in (in_w, out_r, err_r, *([extra] if extra >= 0 else [])):
             os.set_blocking(fd, False)
-        return Launched((in_w, out_r, err_r), keeper, slot, extra)
+        return Launched((in_w, out_r, err_r), keeper, slot, extra, bool(job))
 
-    def kept(self, job: bytes, given: list[int], brief: bool) -> socket:
+    def kept(self, work: bytes, given: list[int], brief: bool) -> socket:
         """Hands the descriptors of a command to a keeper: one that is free, or a new one of the zygote."""
         while self.keepers and not brief:
             keeper = self.keepers.pop()
             try:
-                keeper.sendmsg([job], [(SOL_SOCKET, SCM_RIGHTS, struct.pack(str(len(given)) + "i", *given))])
+                send(keeper, work, given)
             except OSError:  # it was killed
                 keeper.close()
             else:
                 return keeper
         ours, theirs = socketpair(AF_UNIX, SOCK_SEQPACKET)
-        given = [*given[:3], theirs.fileno(), *given[3:]]
-        self.zygote.sendmsg([job], [(SOL_SOCKET, SCM_RIGHTS, struct.pack(str(len(given)) + "i", *given))])
+        send(self.zygote, work, [*given, theirs.fileno()])
         theirs.close()
         return ours
 
@@ -378,7 +387,8 @@ class Agent:
         command.shut("stdin_fd", "out_fd", "err_fd", "extra_fd")
         if command.slot:
             self.slots.add(command.slot)
-        if command.free and len(self.keepers) < KEEPERS:
+        # One that was asked to stop its command may read that only with the next.
+        if command.free and not command.stopping and len(self.keepers) < KEEPERS:
             self.keepers.append(command.keeper)
         elif command.gone:
             command.keeper.close()
@@ -388,63 +398,53 @@ class Agent:
             self.fail(command)
             return
         output, fields = command.result(now)
-        self.reply(command.id, output, **fields)
-        self.refill(bool(command.slot))
+        self.reply(command.id, *output, **fields)
+        if not command.direct:
+            self.refill(bool(command.slot))
 
     def fail(self, command: Command) -> None:
-        """Answers for a command that did not start; for want of room, the background is ended first."""
+        """Answers for a command that did not start; for want of room, others are ended first.
+
+        That is what commands left in the background, or else what was started last: no process that goes on
+        by itself takes the sandbox from its caller.
+        """
         give_up = command.header.setdefault("give_up", time.monotonic() + RETRY_S)
         if command.failure == errno.EAGAIN and time.monotonic() < give_up:
             self.dismiss()
             for keeper in self.background.values():
                 keeper.shutdown(SHUT_WR)
+            started = [one for one in self.commands.values() if isinstance(one, Process) and not one.gone]
+            if started and not self.background and not self.leavers():
+                started[-1].cancelled = True
+                started[-1].stop()
             self.deferred.append(command)
         else:
             self.reply(command.id, error=errno.errorcode.get(command.failure, "EIO"))
+
+    def leavers(self) -> list[Command]:
+        """Returns the processes that are being ended."""
+        return [
+            one
+            for one in self.commands.values()
+            if isinstance(one, Process) and one.stopping and not one.gone
+        ]
 
     def resume(self) -> None:
         """Starts what waited for the end of what ran in the background."""
         commands, self.deferred = self.deferred, []
         for command in commands:
-            self.start(command.header, command.request)
+            self.start(command.header, command.text, command.input)
 
-    def reply(self, request_id: int, body: bytes = b"", **fields: Any) -> None:
-        """Queues a reply and sends what the channel takes."""
+    def reply(self, request_id: int, *body: bytes | bytearray, **fields: Any) -> None:
+        """Queues a reply, whose body may come in parts, and sends what the channel takes."""
         self.sequence += 1
         text = small_json.dumps({"id": request_id, "seq": self.sequence, **fields}).encode()
-        self.outgoing += HEADER.pack(len(text), len(body)) + text + body
+        self.outgoing.add(HEADER.pack(len(text), sum(map(len, body))) + text, *body)
         self.flush()
 
     def flush(self) -> None:
         """Writes queued replies."""
-        try:
-            while self.outgoing:
-                done = os.write(self.channel_out, self.outgoing[: 1 << 20])
-                del self.outgoing[:done]
-        except BlockingIOError:
-            return
-        except BrokenPipeError:
-            self.open = False
-
-
-def confine(config: Header) -> None:
-    """Gives up, for good and for all children, new privileges and the system calls of the filter."""
-    libc.prctl(libc.PR_SET_NO_NEW_PRIVS, 1)
-    if config["uid"] is None:
-        score = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
-        os.write(score, b"1000")
-        os.close(score)
-        libc.prctl(libc.PR_SET_DUMPABLE, 0)  # commands share the agent's user: no ptrace of it
-    if config["seccomp"] and not config["fresh"]:  # then each command has it, as keepers make namespaces
-        libc.filter_calls(binascii.a2b_base64(config["seccomp"]))
-
-
-def forbid_cores() -> None:
-    """Has no core written: by a limit of 1, as one of 0 would still have a handler of the host started."""
-    try:
-        resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
-    except ValueError:  # the limit is 0 already, and only a privileged process could raise it
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        self.open = self.outgoing.flush() and self.open
 
 
 def opened(path: str) -> tuple[int, int]:
@@ -485,7 +485,7 @@ def main() -> None:
 
         serve_forks(theirs, config)
     theirs.close()
-    Agent(channel_in, channel_out, ours, config["uid"], bool(config["fresh"])).run()
+    Agent(channel_in, channel_out, ours, config["uid"], bool(config["fresh"]), spawns()).run()
 
 
 if __name__ == "__main__":

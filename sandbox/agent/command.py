@@ -5,7 +5,20 @@ from __future__ import annotations
 import time
 from _socket import SHUT_WR, socket
 
-from .frames import CHUNK, DIRTY, DONE, EXITED, FAILED, FREE, FULL, SCRATCH, STATUS, UNKNOWN
+from .frames import (
+    CHUNK,
+    DIRTY,
+    DONE,
+    EXITED,
+    FAILED,
+    FREE,
+    FULL,
+    JOB,
+    SCRATCH,
+    STATUS,
+    UNKNOWN,
+    UNMADE,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,50 +35,65 @@ STATE = 1 << 18
 class Launched:
     """What a launch gives: our ends of the streams, the keeper's socket, and the user's place."""
 
-    def __init__(self, fds: tuple[int, int, int], keeper: socket, slot: int, extra: int = -1):
+    def __init__(
+        self, fds: tuple[int, int, int], keeper: socket, slot: int, extra: int = -1, direct: bool = False
+    ):
         self.fds, self.keeper, self.slot, self.extra = fds, keeper, slot, extra
+        self.direct = direct
 
 
 class Capped:
-    """Keeps the head and the tail of a stream, at most `limit` bytes, and counts what it dropped."""
+    """Keeps the head and the tail of a stream, at most `limit` bytes and a piece, and counts what it dropped.
+
+    The tail is a list of pieces, so that bytes are neither moved nor held twice: a limit may be half of the
+    sandbox's memory.
+    """
 
     def __init__(self, limit: int):
-        self.head, self.tail = bytearray(), bytearray()
-        self.half, self.dropped = max(limit // 2, 1), 0
+        self.head, self.tail = bytearray(), list[bytearray]()
+        self.half, self.held, self.dropped = max(limit // 2, 1), 0, 0
 
     def feed(self, data: bytes) -> None:
-        """Takes the next bytes; the tail is cut only when it has doubled, so that bytes are moved once."""
+        """Takes the next bytes, and lets go of pieces that are over the limit."""
         room = self.half - len(self.head)
         if room > 0:
             self.head += data[:room]
             data = data[room:]
-        self.tail += data
-        if len(self.tail) > 2 * self.half:
-            self.cut()
+        if not data:
+            return
+        if self.tail and len(self.tail[-1]) + len(data) <= CHUNK:
+            self.tail[-1] += data
+        else:
+            self.tail.append(bytearray(data))
+        self.held += len(data)
+        while self.held - len(self.tail[0]) >= self.half:
+            self.drop(len(self.tail[0]))
 
-    def cut(self) -> None:
-        """Drops what is over the limit."""
-        over = len(self.tail) - self.half
-        if over > 0:
-            del self.tail[:over]
-            self.dropped += over
+    def drop(self, size: int) -> None:
+        """Drops bytes of the oldest piece."""
+        del self.tail[0][:size]
+        if not self.tail[0]:
+            del self.tail[0]
+        self.held -= size
+        self.dropped += size
 
-    def value(self) -> bytes:
+    def parts(self) -> list[bytes | bytearray]:
         """Returns what was kept, with a note in place of what was dropped."""
-        self.cut()
-        note = b"\n[... %d bytes dropped ...]\n" % self.dropped if self.dropped else b""
-        return bytes(self.head) + note + bytes(self.tail)
+        if self.held > self.half:
+            self.drop(self.held - self.half)
+        note = [b"\n[... %d bytes dropped ...]\n" % self.dropped] if self.dropped else []
+        return [self.head, *note, *self.tail]
 
 
 class Command:
     """A running command: its streams, the socket of its keeper, and its deadline."""
 
-    def __init__(self, header: Header, stdin: bytes, launched: Launched):
-        self.header, self.request = header, stdin
+    def __init__(self, header: Header, text: bytes, stdin: bytes, launched: Launched):
+        self.header, self.text, self.input, self.direct = header, text, stdin, launched.direct
         self.id, self.keeper, self.slot = int(header["id"]), launched.keeper, launched.slot
         self.stdin_fd, self.out_fd, self.err_fd = launched.fds
         self.extra_fd = launched.extra
-        self.stdin = memoryview(stdin)
+        self.stdin = memoryview(stdin if self.direct else JOB.pack(len(text)) + text + stdin)
         self.out, self.err, self.extra = Capped(header["limit"]), Capped(header["limit"]), Capped(STATE)
         self.stream, self.sent = bool(header.get("stream")), [0, 0]
         self.started = time.monotonic()
@@ -107,16 +135,29 @@ class Command:
             if kind in (EXITED, DONE, DIRTY, FREE) and value != UNKNOWN:
                 self.status, self.signal = (value, None) if value >= 0 else (128 - value, -value)
             self.failure = value if kind == FAILED else self.failure
+            if kind == UNMADE:
+                self.say(self.unmade(value))
             self.dirty = self.dirty or kind == DIRTY
             self.disk_full = self.disk_full or kind == FULL
             self.gone = kind in (DONE, DIRTY, FREE)
             self.free = kind == FREE and not self.stopping  # who was asked to end does not go on
         self.ended_at = self.ended_at or time.monotonic()
 
+    def say(self, text: bytes) -> None:
+        """Takes what it would have said itself."""
+        self.err.feed(text)
+
+    def unmade(self, problem: int) -> bytes:
+        """Returns what is said of a program that could not be started, or of its folder if below 0."""
+        path = self.header["argv"][0] if problem > 0 else self.header.get("cwd", "/workspace")
+        error = OSError(abs(problem), os.strerror(abs(problem)), path)
+        return (type(error).__name__ + ": " + str(error) + "\n").encode()
+
     def feed(self) -> None:
         """Writes standard input; a command that does not read it loses it."""
         try:
-            self.stdin = self.stdin[os.write(self.stdin_fd, self.stdin[:CHUNK]) :]
+            if self.stdin:
+                self.stdin = self.stdin[os.write(self.stdin_fd, self.stdin[:CHUNK]) :]
         except BlockingIOError:
             return
         except BrokenPipeError:
@@ -165,15 +206,14 @@ class Command:
                 os.close(getattr(self, name))
                 setattr(self, name, -1)
 
-    def result(self, now: float) -> tuple[bytes, Header]:
-        """Returns the outputs, one after the other, and what is to be said of the command."""
-        out, err = self.out.value(), self.err.value()
-        state = b"" if self.extra.dropped else bytes(self.extra.head + self.extra.tail)
-        return out + err + state, {
+    def result(self, now: float) -> tuple[list[bytes | bytearray], Header]:
+        """Returns the outputs, one after the other in parts, and what is to be said of the command."""
+        out, err, state = self.out.parts(), self.err.parts(), self.extra.parts()
+        return [*out, *err, *([] if self.extra.dropped else state)], {
             "exit_code": self.status,
             "signal": self.signal,
-            "stdout_bytes": len(out),
-            "stderr_bytes": len(err),
+            "stdout_bytes": sum(map(len, out)),
+            "stderr_bytes": sum(map(len, err)),
             "truncated": bool(self.out.dropped or self.err.dropped),
             "timed_out": self.timed_out,
             "cancelled": self.cancelled,

@@ -9,19 +9,22 @@ is left of it; its keeper, which becomes that user, ends with it.
 
 from __future__ import annotations
 
+import _thread
+import errno
 import gc
 import os
 import select
 import struct
 import time
-from _socket import CMSG_SPACE, socket
+from _socket import CMSG_SPACE, MSG_CMSG_CLOEXEC, socket
 
-from . import libc
+from . import libc, small_json
 from .command import disk_full
 from .files import remove_tree
-from .frames import DIRTY, DONE, EXITED, FAILED, FORK, FREE, FULL, SCRATCH, STATUS, UNKNOWN
+from .frames import DIRECT, DIRTY, DONE, EXITED, FAILED, FORK, FREE, FULL, SCRATCH, STATUS, UNKNOWN, UNMADE
 from .fresh import end_others, enter
-from .program import become_command, warm_up
+from .program import ENVIRONMENT, become_command, import_common, warm_up
+from .spawn import Spawner
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -32,7 +35,10 @@ if TYPE_CHECKING:
 else:
     import _signal as signal  # without enumerations, which cost more than all else here
 
-CLEAN_S, FRESH_NS = 2.0, 50_000_000
+CLEAN_S, FRESH_NS, MOMENT_S = 2.0, 50_000_000, 0.00005
+MISSING = 127
+"""How a child ends whose program is not there."""
+
 SIGNAL_INFO = 128
 TAG = 1 << 20
 """Where the kernel (an old gVisor) has no subreapers, commands carry a group of their own above this number,
@@ -40,42 +46,58 @@ which no command can shed and every child inherits."""
 
 
 def serve_forks(channel: socket, config: Header) -> NoReturn:
-    """The zygote: forks a keeper for every message of the agent; once it is to run Python, it warms up."""
+    """The zygote: forks a keeper for every message of the agent, and warms up beside the first command.
+
+    What it needs is its own then before any command can have taken all of the sandbox's memory. What most
+    programs import costs ten times as much: it is there only where every call is Python in memory of its own.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    waiting, warm, brief, tag = select.poll(), False, False, TAG
+    ENVIRONMENT.update(config.get("env") or {})
+    waiting, tag = select.poll(), TAG
+    stages, used = [warm_up, *([import_common] if config["fresh"] else [])], False
     waiting.register(channel.fileno(), select.POLLIN)
     while True:
-        if brief and not warm and not waiting.poll(0):  # whoever waits already goes first
-            warm_up()
+        while used and stages and not waiting.poll(0):  # whoever waits already goes first
+            stages.pop(0)()
             gc.freeze()
-            warm = True
         tag += 1
-        data, fds = receive(channel)
-        if not data:
+        work, fds = receive(channel)
+        if work is None:
             os._exit(0)
-        brief = brief or bool(FORK.unpack(data)[0])
-        keeper = socket(fileno=fds[3])
+        used = True
+        keeper = socket(fileno=fds.pop())
         try:
             if os.fork() == 0:
                 channel.close()
-                slot, user = FORK.unpack(data)
-                keep(keeper, [*fds[:3], *fds[4:]], slot, user, {**config, "tag": tag})
+                keep(keeper, fds, work, {**config, "tag": tag})
         except OSError as error:
             keeper.send(STATUS.pack(FAILED, error.errno or 0))
         keeper.close()
-        for fd in (*fds[:3], *fds[4:]):
+        for fd in fds:
             os.close(fd)
 
 
-def receive(channel: socket) -> tuple[bytes, list[int]]:
-    """Receives what is to be forked, with its descriptors; nothing when the other side is gone."""
-    data, parts, _, _ = channel.recvmsg(FORK.size, CMSG_SPACE(20))
+class Work:
+    """What a keeper is to do: for whom, and the job, unless a fork is to wait for it."""
+
+    def __init__(self, data: bytes):
+        self.slot, self.user = FORK.unpack_from(data)
+        self.job = data[FORK.size :]
+
+    def uid(self, config: Header) -> int | None:
+        """Returns the user that the command is to have."""
+        return (self.user or config["uid"] + self.slot) if config["uid"] is not None else None
+
+
+def receive(channel: socket) -> tuple[Work | None, list[int]]:
+    """Receives what is to be started, with its descriptors; nothing when the other side is gone."""
+    data, parts, _, _ = channel.recvmsg(FORK.size + DIRECT, CMSG_SPACE(20), MSG_CMSG_CLOEXEC)
     if not data or not parts:
-        return b"", []
-    return data, [*struct.unpack(str(len(parts[0][2]) // 4) + "i", parts[0][2])]
+        return None, []
+    return Work(data), [*struct.unpack(str(len(parts[0][2]) // 4) + "i", parts[0][2])]
 
 
-def keep(agent: socket, streams: list[int], slot: int, user: int, config: Header) -> NoReturn:
+def keep(agent: socket, streams: list[int], work: Work, config: Header) -> NoReturn:
     """The keeper: runs a command, reaps its orphans, and ends its tree when the agent asks or is gone."""
     try:
         if config["fresh"]:
@@ -84,33 +106,101 @@ def keep(agent: socket, streams: list[int], slot: int, user: int, config: Header
         if libc.call("prctl", libc.PR_SET_CHILD_SUBREAPER, 1, None, None, None) == 0:
             config["tag"] = 0
         deaths = watch_children()
-        uid = (user or config["uid"] + slot) if config["uid"] is not None else None
-        before = stamps() if slot and not config["fresh"] else []
-        child = os.fork()
-        if child == 0:
-            become_command(streams, uid, bool(slot), config)
-        for fd in streams:
-            os.close(fd)
-        if config["fresh"]:
-            status = attend(agent, deaths, child, 0)
-            end_tree(0)
-            if status and disk_full():  # a disk that nobody but this call has
-                agent.send(STATUS.pack(FULL, 0))
-            agent.send(STATUS.pack(DONE, UNKNOWN if status is None else status))
-        elif not slot:
-            while accompany(agent, deaths, child, config["tag"]):
-                child = follow(agent, config)
+        if work.slot:
+            run_call(agent, deaths, streams, work, config)
         else:
-            if uid is not None:
-                clean(uid, [])  # nothing is there yet: what it needs is in memory when it counts
-            status = attend(agent, deaths, child, config["tag"])
-            end_user(uid, config["tag"])
-            left = uid is not None and not clean(uid, before)
-            agent.send(STATUS.pack(DIRTY if left else DONE, UNKNOWN if status is None else status))
+            Keeper(agent, deaths, config).run(work, streams)
     except OSError as error:
         agent.send(STATUS.pack(FAILED, error.errno or 0))
     finally:
         os._exit(0)
+
+
+def run_call(agent: socket, deaths: int, streams: list[int], work: Work, config: Header) -> None:
+    """Runs a call of Python under a user of its own, and takes away what it leaves."""
+    uid = work.uid(config)
+    before = stamps() if not config["fresh"] else []
+    child = forked(streams, uid, True, config)
+    if config["fresh"]:
+        status = attend(agent, deaths, child, 0)
+        end_tree(0)
+        if status and disk_full():  # a disk that nobody but this call has
+            agent.send(STATUS.pack(FULL, 0))
+        agent.send(STATUS.pack(DONE, UNKNOWN if status is None else status))
+    else:
+        if uid is not None:
+            clean(uid, [])  # nothing is there yet: what it needs is in memory when it counts
+        status = attend(agent, deaths, child, config["tag"])
+        end_user(uid, config["tag"])
+        left = uid is not None and not clean(uid, before)
+        agent.send(STATUS.pack(DIRTY if left else DONE, UNKNOWN if status is None else status))
+
+
+def forked(streams: list[int], uid: int | None, brief: bool, config: Header) -> int:
+    """Forks a command that waits for its job on its standard input."""
+    child = os.fork()
+    if child == 0:
+        become_command(streams, uid, brief, config)
+    for fd in streams:
+        os.close(fd)
+    return child
+
+
+class Keeper:
+    """One that has a command at a time, for as long as nothing is left of the last one."""
+
+    def __init__(self, agent: socket, deaths: int, config: Header):
+        self.agent, self.deaths, self.config = agent, deaths, config
+        self.poller = watched(agent, deaths)
+        self.spawner: Spawner | None = None
+
+    def run(self, work: Work, streams: list[int]) -> None:
+        """Runs one command after another; returns when one leaves something that is ended with its keeper."""
+        following: Work | None = work
+        while following is not None:
+            child = self.start(following, streams)
+            if not self.accompany(child, self.spawner if following.job else None):
+                return
+            following, streams = receive(self.agent)
+
+    def start(self, work: Work, streams: list[int]) -> int:
+        """Starts a command: a program at once, or a fork that waits."""
+        uid = work.uid(self.config)
+        if not work.job:
+            return forked(streams, uid, False, self.config)
+        spawner = self.spawner = self.spawner or Spawner(self.config)
+        spawner.lay_out(small_json.loads(work.job), streams, uid)
+        try:
+            _thread.start_new_thread(spawner.start, (streams,))
+        except RuntimeError as error:
+            raise BlockingIOError(errno.EAGAIN, "no room for a thread") from error
+        while not (child := spawner.child()):
+            if spawner.refused:
+                raise BlockingIOError(errno.EAGAIN, "no room for a process")
+            time.sleep(MOMENT_S)  # in which the thread begins
+        return child
+
+    def accompany(self, child: int, spawner: Spawner | None) -> bool:
+        """Waits until the tree of `child` has ended, and tells; returns whether the keeper is free again."""
+        agent, tag, known = self.agent, self.config["tag"], False
+        while True:
+            ready = [fd for fd, _ in self.poller.poll()]
+            alive, status = reap(child)
+            if status == MISSING and spawner is not None and (problem := spawner.problem()):
+                agent.send(STATUS.pack(UNMADE, problem))
+            if not alive and not tag:
+                agent.send(STATUS.pack(FREE, UNKNOWN if status is None else status))
+                os.read(self.deaths, SIGNAL_INFO)
+                return True
+            if status is not None:
+                known = True
+                agent.send(STATUS.pack(EXITED, status))
+            if not alive:
+                return False
+            if self.deaths in ready:
+                os.read(self.deaths, SIGNAL_INFO)
+            if agent.fileno() in ready and not obeyed(agent, 0 if known else child, tag):
+                return False
 
 
 def watch_children() -> int:
@@ -118,41 +208,6 @@ def watch_children() -> int:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     return libc.signalfd(signal.SIGCHLD)
-
-
-def follow(agent: socket, config: Header) -> int:
-    """Forks the next command of a keeper that has nothing left; ends with its agent."""
-    data, streams = receive(agent)
-    if not data:
-        os._exit(0)
-    user = FORK.unpack(data)[1]
-    child = os.fork()
-    if child == 0:
-        become_command(streams, (user or config["uid"]) if config["uid"] is not None else None, False, config)
-    for fd in streams:
-        os.close(fd)
-    return child
-
-
-def accompany(agent: socket, deaths: int, child: int, tag: int) -> bool:
-    """Waits until the tree of `child` has ended, and tells; returns whether the keeper is free again."""
-    poller, known = watched(agent, deaths), False
-    while True:
-        ready = [fd for fd, _ in poller.poll()]
-        alive, status = reap(child)
-        if not alive and not tag:
-            agent.send(STATUS.pack(FREE, UNKNOWN if status is None else status))
-            os.read(deaths, SIGNAL_INFO)
-            return True
-        if status is not None:
-            known = True
-            agent.send(STATUS.pack(EXITED, status))
-        if not alive:
-            return False
-        if deaths in ready:
-            os.read(deaths, SIGNAL_INFO)
-        if agent.fileno() in ready and not obeyed(agent, 0 if known else child, tag):
-            return False
 
 
 def attend(agent: socket, deaths: int, child: int, tag: int) -> int | None:

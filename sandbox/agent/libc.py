@@ -25,8 +25,39 @@ class _Char(_ffi._SimpleCData):
     _type_ = "c"
 
 
-def call(name: str, *arguments: int | bytes | None) -> int:
-    """Calls a function that takes and returns C integers and addresses of bytes."""
+class _One(_ffi.Array):
+    _type_, _length_ = _Char, 1
+
+
+class Pointer(_ffi._SimpleCData):
+    """An address."""
+
+    _type_ = "P"
+
+
+class Memory:
+    """Writable memory with a place that stays: its address is `at`."""
+
+    def __init__(self, buffer: Any):
+        self._buffer, self._held = buffer, _One.from_buffer(buffer)
+        self.at: int = _ffi.addressof(self._held)
+
+    def write(self, place: int, data: bytes) -> None:
+        """Puts bytes there."""
+        self._buffer[place : place + len(data)] = data
+
+    def read(self, place: int, size: int) -> bytes:
+        """Returns bytes."""
+        return bytes(self._buffer[place : place + size])
+
+    def protect(self, access: int) -> None:
+        """Changes what may be done with all of it, which is whole pages."""
+        if call("mprotect", Pointer(self.at), len(self._buffer), access) != 0:
+            raise OSError(EPERM, "the kernel did not change the access to memory")
+
+
+def call(name: str, *arguments: int | bytes | Pointer | None) -> int:
+    """Calls a function that takes and returns C integers and takes addresses."""
     return _ffi.call_cdeclfunction(_ffi.dlsym(_handle, name), arguments)
 
 

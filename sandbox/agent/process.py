@@ -37,8 +37,8 @@ class Poll:
 class Process(Command):
     """A command without a deadline, whose output is asked for by its place in the stream."""
 
-    def __init__(self, header: Header, job: bytes, launched: Launched):
-        super().__init__({**header, "limit": 1, "stream": False}, job, launched)
+    def __init__(self, header: Header, text: bytes, stdin: bytes, launched: Launched):
+        super().__init__({**header, "limit": 1, "stream": False}, text, stdin, launched)
         self.keep, self.log, self.start = int(header["limit"]), bytearray(), 0
         self.polls: list[Poll] = []
         self.turns: list[list[int]] = []
@@ -96,13 +96,20 @@ class Process(Command):
             data = b""
         if not data:
             self.shut("out_fd" if fd == self.out_fd else "err_fd" if fd == self.err_fd else "extra_fd")
-        which = int(fd == self.err_fd)
+        self.add(data, int(fd == self.err_fd))
+        return b""
+
+    def say(self, text: bytes) -> None:
+        """Takes what it would have said itself."""
+        self.add(text, 1)
+
+    def add(self, data: bytes, which: int) -> None:
+        """Adds output to the log."""
         if self.header.get("flow") and data and (not self.turns or self.turns[-1][1] != which):
             self.turns.append([self.start + len(self.log), which])
         self.log += data
         if len(self.log) > 2 * self.keep or len(self.turns) > MAX_TURNS:
             self.trim()
-        return b""
 
     def trim(self) -> None:
         """Drops what is over the limit, and of a reader that takes all what it has."""

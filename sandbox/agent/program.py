@@ -39,7 +39,6 @@ def become_command(streams: list[int], uid: int | None, brief: bool, config: Hea
             write_once("/proc/self/oom_score_adj", b"1000")
         for name, value in config["rlimits"].items():
             resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
-        ENVIRONMENT.update(config.get("env") or {})
         os.umask(0o077 if brief and not config["fresh"] else 0o022)
         # What a job will need is done once for nothing: pages are copied before its caller waits.
         perform(small_json.loads('{"op": "nothing", "cwd": "/", "env": {"A": "b"}}'))
@@ -160,14 +159,18 @@ def take_terminal() -> None:
 def warm_up() -> None:
     """Does once, ahead of the forks, what each would do first: the compiler alone sets up for 2 ms."""
     exec(compile("import os as _os; str(0.5)", "<warm>", "exec"), {})
-    import json
-    import re
-
-    re.compile("a")  # what most programs import, and would wait for longest
-    json.loads(json.dumps({"a": [1, 0.5, None, True, "b"]}))
     small_json.loads(small_json.dumps({"a": [1, 0.5, None, True, "b"]}))
     for mode in ("r", "w"):
         open(os.devnull, mode, encoding="utf-8", errors="replace").close()
+
+
+def import_common() -> None:
+    """Imports once, ahead of the forks, what most programs import and would wait for longest."""
+    import json
+    import re
+
+    re.compile("a")
+    json.loads(json.dumps({"a": [1, 0.5, None, True, "b"]}))
 
 
 def open_streams() -> None:

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from sandbox.backends import seccomp
-from sandbox.channel import ByteReader
 from sandbox.errors import PolicyError
-from sandbox.resident import ByteWriter
+from sandbox.frames import FrameProtocol
 from sandbox.types import Capabilities, Limits, SandboxSpec
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ CHANNEL = "/run/tempering-channel.sock"
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A sandbox that runs: its agent's streams, how to end it, and how often the kernel killed for memory.
+    """A sandbox that runs: its agent's channel, how to end it, and how often the kernel killed for memory.
 
     `pause` stops (True) all its processes or lets them go on; None where the backend cannot. `groups` gives
     the folders of its control groups by controller, as far as there are any. `gate` is its network, if it has
@@ -42,8 +41,7 @@ class Started:
     started: names of layers have become digests. `settle` puts it into its latency class, once it is up.
     """
 
-    reader: ByteReader
-    writer: ByteWriter
+    channel: FrameProtocol
     kill: Callable[[], Awaitable[None]]
     oom_kills: Callable[[], int]
     pause: Callable[[bool], Awaitable[None]] | None = None

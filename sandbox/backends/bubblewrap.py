@@ -130,7 +130,7 @@ class Bubblewrap:
 
         try:
             ahead = await (launching or self._launch(box_id, spec, composed))
-            reader, writer = await ahead.launch.go()
+            channel = await ahead.launch.go()
         except BaseException:
             if ahead:
                 await ahead.launch.end()
@@ -142,7 +142,7 @@ class Bubblewrap:
         async def kill() -> None:
             oom_kills.close()
             launch.kill()
-            writer.close()  # bwrap may have been killed before it bound the agent to its life
+            channel.close()  # bwrap may have been killed before it bound the agent to its life
             await release()
             await launch.wait()
 
@@ -156,7 +156,7 @@ class Bubblewrap:
             spec = composer.pinned(spec)
         pausing = pause if cgroup.freezes else None
         return Started(
-            reader, writer, kill, oom_kills, pausing, lambda: cgroup.folders,
+            channel, kill, oom_kills, pausing, lambda: cgroup.folders,
             writable=writable, spec=spec, settle=functools.partial(cgroup.settle, spec.latency),
         )  # fmt: skip
 

@@ -36,7 +36,13 @@ SOCKETS = "memory.kmem.tcp.limit_in_bytes"
 _FIRST_TO_GO = "500"
 """When the machine lacks memory."""
 
-_REMOVE_S, _FREEZE_S = 5.0, 5.0
+_REMOVE_S, _MOVE_S = 5.0, 5.0
+_PAUSE_S = 60.0
+"""How long a pause may take: each process stops when it next runs."""
+
+_AGAIN_S, _SELDOM_S = 0.05, 2.0
+"""When a pause is asked for anew, first and at last; every time all processes have to run once more."""
+
 _MADE: set[Path] = set()
 """The groups of this process that those of sandboxes are made in."""
 
@@ -75,12 +81,6 @@ class Cgroup:
                     raise
         _write("/proc/self/oom_score_adj", _FIRST_TO_GO)
 
-    def wrap(self, argv: Iterable[str]) -> list[str]:
-        """Returns a command that enters the groups and becomes `argv`, so that nothing runs outside them."""
-        enter = "".join(f"echo $$ > {folder}/cgroup.procs; " for folder in sorted(set(self.folders.values())))
-        enter += f"echo {_FIRST_TO_GO} > /proc/$$/oom_score_adj; "
-        return ["/bin/sh", "-c", enter + 'exec "$@"', "sh", *argv]
-
     def oom_counter(self) -> OomCounter:
         """Returns what counts the processes that the kernel killed for memory."""
         return OomCounter(self.folders.get("memory"))
@@ -99,7 +99,7 @@ class Cgroup:
         for file in ("cpu.cfs_period_us", "cpu.cfs_quota_us"):
             if (folder / file).exists():
                 (idle / file).write_text((folder / file).read_text())
-        deadline = time.monotonic() + _FREEZE_S
+        deadline = time.monotonic() + _MOVE_S
         while (pids := [*_processes(folder)]) and time.monotonic() < deadline:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
@@ -115,18 +115,29 @@ class Cgroup:
     async def freeze(self, stop: bool) -> None:
         """Stops all processes in it, or lets them go on; returns when that has happened.
 
+        With version 1 the kernel never stops a process that is asked between its `vfork` and its wait for the
+        child, when the child was stopped before it has its program: asked anew, it stops where it waits.
+
         Raises:
             InfrastructureError: The kernel does not.
         """
-        folder, deadline = self.folders["freezer"], time.monotonic() + _FREEZE_S
+        folder, deadline = self.folders["freezer"], time.monotonic() + _PAUSE_S
         _set_frozen(folder, stop)
+        rest_s, patience_s = 0.001, _AGAIN_S
+        again = time.monotonic() + patience_s
         while _frozen(folder) is not stop:
             if time.monotonic() > deadline:
                 _set_frozen(folder, False)
                 raise InfrastructureError(
-                    f"the kernel did not {'pause' if stop else 'resume'} in {_FREEZE_S} s"
+                    f"the kernel did not {'pause' if stop else 'resume'} in {_PAUSE_S} s"
                 )
-            await asyncio.sleep(0.001)
+            if time.monotonic() > again:
+                _set_frozen(folder, not stop)
+                _set_frozen(folder, stop)
+                patience_s = min(2 * patience_s, _SELDOM_S)
+                again = time.monotonic() + patience_s
+            await asyncio.sleep(rest_s)
+            rest_s = min(1.1 * rest_s, 0.05)
 
     async def remove(self) -> None:
         """Ends what is left in the groups and removes them; one that cannot be is left to `sweep`."""

@@ -20,6 +20,7 @@ from typing import Any, cast
 import docker
 import docker.errors
 import docker.types
+import docker.utils
 import requests.exceptions
 
 from sandbox.backends import cgroups
@@ -35,6 +36,7 @@ from sandbox.backends.base import (
 from sandbox.backends.users import USERS
 from sandbox.egress import doors, jail
 from sandbox.errors import InfrastructureError, PolicyError
+from sandbox.frames import FrameProtocol
 from sandbox.images import AGENT_FOLDER, ImageError, ensure_image
 from sandbox.layers.compose import Composer
 from sandbox.layers.containers import ContainerRoots, Layered
@@ -43,6 +45,12 @@ from sandbox.types import Capabilities, Limits, SandboxSpec
 STATE_DIR, OWNER, BOX = "tempering.state_dir", "tempering.owner", "tempering.sandbox"
 _CALL_S, _LOOK_S = 60.0, 1.0
 _FREEZES, _FREEZE_RETRY_S = 5, 0.05
+_POOLS = 64
+"""The client keeps a pool of connections for each address, and closes the oldest under who still uses it."""
+
+_HOSTS = "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n"
+"""What the engine writes itself only for a container that it gives a network."""
+
 _LEAST_SHARES = 2
 """The least weight of a container, 1024 as a rule; with version 2 the engine sets `cpu.weight` 1."""
 
@@ -69,6 +77,8 @@ class Docker(Unprepared):
             await asyncio.to_thread(self._connect)
         except _UNREACHABLE as error:
             return f"no Docker engine answers ({_first_line(error)})"
+        except OSError as error:
+            return f"the node cannot write what its containers are shown: {error}"
         if not str(self._client.api.base_url).startswith("http+docker://"):
             return "the engine is not of this machine: sandboxes need one behind a Unix socket (DOCKER_HOST)"
         return ""
@@ -107,7 +117,7 @@ class Docker(Unprepared):
             with _listening(self._channel(box_id)) as listener:
                 container = await self._container(box_id, owner, spec, layered, uid)
                 await asyncio.to_thread(container.start)
-                reader, writer = await _called(listener, container)
+                channel = await _called(listener, container)
         except BaseException as error:
             if container is not None:
                 with contextlib.suppress(*_UNREACHABLE):  # then the reaper finds it when the engine is back
@@ -125,7 +135,7 @@ class Docker(Unprepared):
                 (groups["memory"] / cgroups.SOCKETS).write_text(str(spec.limits.memory_bytes))
 
         async def kill() -> None:
-            writer.close()
+            channel.close()
             oom_kills.close()
             with contextlib.suppress(
                 *_UNREACHABLE
@@ -157,7 +167,7 @@ class Docker(Unprepared):
 
         writable, started = (layered.writable, layered.spec) if layered else (None, None)
         return Started(
-            reader, writer, kill, oom_kills, pause, lambda: groups,
+            channel, kill, oom_kills, pause, lambda: groups,
             writable=writable, spec=started, settle=settle,
         )  # fmt: skip
 
@@ -221,6 +231,10 @@ class Docker(Unprepared):
                 raise PolicyError(
                     f"the engine has no image {spec.image!r}: docker pull it, or load it"
                 ) from error
+        except docker.errors.APIError as error:
+            if not spec.image or "invalid reference" not in str(error.explanation):
+                raise
+            raise PolicyError(f"{spec.image!r} is not the name of an image") from error
         self._image = ""  # somebody has removed it
         return await create(await self._built_in(), None)
 
@@ -232,13 +246,18 @@ class Docker(Unprepared):
 
     def _connect(self) -> Any:
         if self._client is None:
-            client: Any = docker.from_env(timeout=60)
+            where: Any = docker.utils.kwargs_from_env()
+            client: Any = docker.DockerClient(timeout=60, num_pools=_POOLS, **where)
             client.ping()
             security = str(client.info().get("SecurityOptions"))
             self._remapped = "name=userns" in security or "name=rootless" in security
             if self._remapped and self._channels is not None:  # it cannot go through folders that are ours
-                self._channels = Path(tempfile.mkdtemp(prefix="tempering-"))
-                self._channels.chmod(0o711)
+                self._channels = Path(tempfile.mkdtemp(prefix="tempering-")) / "channels"
+                self._channels.mkdir()
+                for folder in (self._channels, self._channels.parent):
+                    folder.chmod(0o711)
+            if self._channels is not None:
+                _put(_hosts_of(self._channels), _HOSTS)
             self._client = client
         return self._client
 
@@ -258,7 +277,7 @@ class Docker(Unprepared):
             image,
             [*(layered.interpreter if layered else ["/usr/bin/python3"]), *agent],
             volumes=layered.volumes if layered else {},
-            mounts=[self._bound(CHANNEL, self._channel(box_id)), *([self._door(box_id)] if network else [])],
+            mounts=[*self._mounts(box_id, network)],
             name=f"tempering-{box_id}",
             labels={**spec.labels, STATE_DIR: str(self._state_dir), OWNER: owner, BOX: box_id},
             **settings,
@@ -268,12 +287,13 @@ class Docker(Unprepared):
         assert self._channels is not None, "a backend without a state folder only looks around"
         return self._channels / box_id
 
-    def _door(self, box_id: str) -> docker.types.Mount:
-        assert self._state_dir is not None
-        return self._bound(DOOR, doors.door_of(self._state_dir, box_id))
-
-    def _bound(self, target: str, source: Path) -> docker.types.Mount:
-        return docker.types.Mount(target, str(source), type="bind", read_only=True)
+    def _mounts(self, box_id: str, network: bool) -> Iterator[docker.types.Mount]:
+        assert self._channels is not None and self._state_dir is not None
+        places = {CHANNEL: self._channel(box_id), "/etc/hosts": _hosts_of(self._channels)}
+        if network:
+            places[DOOR] = doors.door_of(self._state_dir, box_id)
+        for target, source in places.items():
+            yield docker.types.Mount(target, str(source), type="bind", read_only=True)
 
     def _reclaim(self, state_dir: Path) -> list[str]:
         removed: list[str] = []
@@ -296,6 +316,7 @@ def hardening(limits: Limits) -> dict[str, Any]:
     return {
         "auto_remove": True,
         "network_mode": "none",
+        "network_disabled": True,  # as empty a namespace, for which the engine runs no program
         "read_only": True,
         "tmpfs": {path: _tmpfs(limits) for path in ("/tmp", "/workspace")},
         "working_dir": "/workspace",
@@ -325,6 +346,16 @@ def _ulimits(limits: Limits) -> Iterator[docker.types.Ulimit]:
         yield docker.types.Ulimit(name=name, soft=value, hard=value)
 
 
+def _hosts_of(channels: Path) -> Path:
+    return channels.with_name("hosts")
+
+
+def _put(path: Path, text: str) -> None:
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+    path.chmod(0o644)
+
+
 def _freeze(container: Any, stop: bool) -> None:
     """Pauses or resumes; a runtime that cannot freeze it at once (its processes fork) is asked again."""
     for left in reversed(range(_FREEZES)):
@@ -348,9 +379,7 @@ def _listening(path: Path) -> Generator[socket.socket]:
             path.unlink(missing_ok=True)
 
 
-async def _called(
-    listener: socket.socket, container: Any
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def _called(listener: socket.socket, container: Any) -> FrameProtocol:
     """Returns the channel to the agent once it has opened it.
 
     Raises:
@@ -362,7 +391,7 @@ async def _called(
         if time.monotonic() > deadline or not await asyncio.to_thread(_runs, container):
             calling.cancel()
             raise InfrastructureError("Docker did not start the sandbox: its agent never called")
-    return await asyncio.open_connection(sock=calling.result()[0], limit=1 << 22)
+    return (await loop.create_connection(FrameProtocol, sock=calling.result()[0]))[1]
 
 
 def _runs(container: Any) -> bool:

@@ -10,7 +10,6 @@ of a user namespace, whose users are nobody's on the machine.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import os
 import shutil
@@ -21,6 +20,7 @@ from pathlib import Path
 from sandbox.backends import userns
 from sandbox.backends.base import Started, Unprepared, agent_command, refuse_layers
 from sandbox.backends.cgroups import Cgroup, controllers, leave, sweep
+from sandbox.backends.launch import GATE, Launch
 from sandbox.backends.users import USERS
 from sandbox.errors import InfrastructureError
 from sandbox.toolkit import build
@@ -39,6 +39,7 @@ _MISSING = {
     _PYTHON: f"there is no {_PYTHON} (as root: apt-get install python3)",
 }
 _PROBE_S, _PROBED = 20.0, 1 << 30
+_ENVIRONMENT = {"PATH": os.environ.get("PATH", os.defpath)}
 
 
 class Function(Unprepared):
@@ -91,34 +92,27 @@ class Function(Unprepared):
             self._agent = await asyncio.to_thread(build, self._state_dir / "toolkit", _PYTHON)
         cgroup, first = Cgroup.create(box_id, spec.limits), USERS.take()
         try:
-            process = await asyncio.create_subprocess_exec(
-                *cgroup.wrap(_worker(spec.limits, self._agent, first)),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.DEVNULL,
-                start_new_session=True,
-                limit=1 << 22,
-            )
-        except OSError as error:
+            launch = Launch.fork([*_worker(spec.limits, self._agent, first)], _ENVIRONMENT, cgroup.enter)
+            await launch.entered()
+        except BaseException as error:
             await cgroup.remove()
             USERS.give_back(first)
-            raise InfrastructureError(f"a worker could not be started: {error}") from error
-        stdin, stdout = process.stdin, process.stdout
-        assert stdin is not None and stdout is not None
+            if isinstance(error, OSError):
+                raise InfrastructureError(f"a worker could not be started: {error}") from error
+            raise
+        channel = await launch.go()
         oom_kills = cgroup.oom_counter()
 
         async def kill() -> None:
             oom_kills.close()
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-            stdin.close()
+            launch.kill()
+            channel.close()
             await cgroup.remove()
-            await process.wait()
+            await launch.wait()
             USERS.give_back(first)
 
         settle = functools.partial(cgroup.settle, spec.latency)
-        return Started(stdout, stdin, kill, oom_kills, groups=lambda: cgroup.folders, settle=settle)
+        return Started(channel, kill, oom_kills, groups=lambda: cgroup.folders, settle=settle)
 
     async def reap(self, held: Callable[[], Set[str]]) -> list[str]:
         """Workers are what runs in their control groups, of which the node's reaper takes care."""
@@ -174,6 +168,7 @@ def _namespaces(shown: Path, first: int) -> Iterator[str]:
 
 def _worker(limits: Limits, agent: Path, first: int) -> Iterator[str]:
     yield from _namespaces(agent, first)
-    yield from ("--ro-bind", userns.SHOWN, f"{_AGENT_AT}/agent", "--remount-ro", "/", "--", _PYTHON)
+    yield from ("--ro-bind", userns.SHOWN, f"{_AGENT_AT}/agent", "--remount-ro", "/")
+    yield from ("--block-fd", str(GATE), "--", _PYTHON)
     alone = not {"memory", "pids"} <= controllers()
     yield from agent_command(_AGENT_AT, limits, uid=_COMMAND_UID, alone=alone, fresh=True)

@@ -23,6 +23,7 @@ from typing import Any
 
 from sandbox.backends.base import COMMAND_UID, Started, Unprepared, agent_command, refuse_layers
 from sandbox.backends.cgroups import Cgroup, controllers, leave, sweep
+from sandbox.backends.launch import Launch
 from sandbox.errors import InfrastructureError
 from sandbox.toolkit import build
 from sandbox.types import Capabilities, Latency, Limits, SandboxSpec
@@ -45,6 +46,7 @@ _OWN_THREADS, _THREADS_A_PROCESS = 256, 16
 """A process of the sandbox has several threads on the host, as many as have traced it."""
 
 _PROBE_S, _END_S = 30.0, 20.0
+_ENVIRONMENT = {"PATH": os.environ.get("PATH", os.defpath)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,20 +123,18 @@ class Gvisor(Unprepared):
         bundle = await asyncio.to_thread(
             _make_bundle, self._folder, box_id, [_PYTHON, *agent], self._mounts(limits)
         )
+        command = bundle.runsc("run", f"--bundle={bundle.folder}", bundle.name)
+        command[0] = shutil.which(command[0]) or command[0]
         cgroup = Cgroup.create(box_id, _with_own(limits))
         try:
-            process = await asyncio.create_subprocess_exec(
-                *cgroup.wrap(bundle.runsc("run", f"--bundle={bundle.folder}", bundle.name)),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.DEVNULL,
-                start_new_session=True,
-                limit=1 << 22,
-            )
-        except OSError as error:
+            launch = Launch.fork(command, _ENVIRONMENT, cgroup.enter, gated=False)
+            await launch.entered()
+        except BaseException as error:
             await cgroup.remove()
-            raise InfrastructureError(f"runsc could not be started: {error}") from error
-        return _started(process, cgroup, bundle, spec.latency)
+            if isinstance(error, OSError):
+                raise InfrastructureError(f"runsc could not be started: {error}") from error
+            raise
+        return await _started(launch, cgroup, bundle, spec.latency)
 
     async def reclaim(self, state_dir: Path) -> list[str]:
         """Ends what is left of an earlier node's sandboxes, by control group, and removes their records."""
@@ -224,27 +224,24 @@ def _make_bundle(base: Path, name: str, argv: list[str], mounts: list[dict[str, 
     return _Bundle(f"tempering-{name}", folder, base / "states")
 
 
-def _started(
-    process: asyncio.subprocess.Process, cgroup: Cgroup, bundle: _Bundle, latency: Latency
-) -> Started:
-    stdin, stdout = process.stdin, process.stdout
-    assert stdin is not None and stdout is not None
+async def _started(launch: Launch, cgroup: Cgroup, bundle: _Bundle, latency: Latency) -> Started:
+    channel = await launch.go()
     oom_kills = cgroup.oom_counter()
 
     async def kill() -> None:
         oom_kills.close()
-        stdin.close()
+        channel.close()
         await cgroup.remove()
         if any(folder.exists() for folder in cgroup.folders.values()):
             await _delete(bundle)  # takes seconds when the sandbox is gone already
-        await process.wait()
+        await launch.wait()
         await asyncio.to_thread(_forget, bundle)
 
     async def pause(stop: bool) -> None:
         await cgroup.freeze(stop)
 
     settle, pausing = functools.partial(cgroup.settle, latency), pause if cgroup.freezes else None
-    return Started(stdout, stdin, kill, oom_kills, pausing, lambda: cgroup.folders, settle=settle)
+    return Started(channel, kill, oom_kills, pausing, lambda: cgroup.folders, settle=settle)
 
 
 async def _delete(bundle: _Bundle) -> None:

@@ -16,11 +16,10 @@ from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 from sandbox.errors import InfrastructureError
+from sandbox.frames import FrameProtocol
 
 GATE, _SAY = 3, 4
 """The descriptor that the command is to wait for a byte on before it runs anything that is not its own."""
-
-_LIMIT = 1 << 22
 
 
 class Launch:
@@ -35,13 +34,16 @@ class Launch:
         self._loop.add_reader(self._pidfd, self._reap)
 
     @classmethod
-    def fork(cls, command: list[str], env: Mapping[str, str], enter: Callable[[], None]) -> Launch:
-        """Forks a child that calls `enter` and executes a command, which waits at its `GATE`.
+    def fork(
+        cls, command: list[str], env: Mapping[str, str], enter: Callable[[], None], *, gated: bool = True
+    ) -> Launch:
+        """Forks a child that calls `enter` and executes a command.
 
         Args:
             command: A path and its arguments.
             env: Its environment.
             enter: Goes where the sandbox is to be; what it raises ends the child.
+            gated: Whether the command waits at its `GATE`; one that knows of none is not given any.
 
         Raises:
             OSError: There is no room for a process.
@@ -51,7 +53,7 @@ class Launch:
         try:
             pid = os.fork()
             if pid == 0:
-                _become(theirs.fileno(), gate[0], said[1], command, env, enter)
+                _become(theirs.fileno(), gate[0] if gated else -1, said[1], command, env, enter)
         except OSError:
             ours.close()
             os.close(gate[1])
@@ -65,7 +67,7 @@ class Launch:
         return cls(pid, ours, gate[1], said[0])
 
     async def entered(self) -> None:
-        """Returns once the command waits at its gate.
+        """Returns once the command has taken over.
 
         Raises:
             InfrastructureError: It could not get there; the child has ended.
@@ -74,11 +76,11 @@ class Launch:
             await self.end()
             raise InfrastructureError(f"a sandbox could not be started: {said.decode(errors='replace')}")
 
-    async def go(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def go(self) -> FrameProtocol:
         """Opens the gate, and returns the channel."""
         os.close(self._gate)
         self._gate = -1
-        return await asyncio.open_connection(sock=self._channel, limit=_LIMIT)
+        return (await self._loop.create_connection(FrameProtocol, sock=self._channel))[1]
 
     @property
     def alive(self) -> bool:
@@ -135,9 +137,10 @@ def _become(
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
         null = os.open(os.devnull, os.O_RDWR)
-        above = [fcntl.fcntl(fd, fcntl.F_DUPFD, 16) for fd in (channel, channel, null, gate, say)]
+        streams = (channel, channel, null, gate if gate >= 0 else null, say)
+        above = [fcntl.fcntl(fd, fcntl.F_DUPFD, 16) for fd in streams]
         for target, fd in enumerate(above):
-            os.dup2(fd, target, inheritable=target != _SAY)
+            os.dup2(fd, target, inheritable=target < GATE or (target == GATE and gate >= 0))
         os.closerange(_SAY + 1, os.sysconf("SC_OPEN_MAX"))
         enter()
         os.execve(command[0], command, env)

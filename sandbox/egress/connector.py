@@ -21,7 +21,7 @@ from sandbox.egress.addresses import Address, our_own, public
 from sandbox.egress.dial import LOOKUPS, Unreachable, carried, connect, hang_up, look_up
 from sandbox.egress.ledger import Ledger
 from sandbox.egress.operator import Operator
-from sandbox.policy import DenialReason, Network, Rule, literal, numeric
+from sandbox.policy import OWNER_HOST, DenialReason, Network, Rule, literal, numeric
 
 MAX_MESSAGE = 2048
 _KEEP_S, _SWEEP_S, _SEND_S = 30.0, 0.5, 10.0
@@ -63,10 +63,18 @@ class _Pace:
 
 
 class Connector:
-    """Answers the proxy of one sandbox."""
+    """Answers the proxy of one sandbox. `owner` connects to the sandbox's owner."""
 
-    def __init__(self, control: socket.socket, network: Network, operator: Operator, ledger: Ledger):
+    def __init__(
+        self,
+        control: socket.socket,
+        network: Network,
+        operator: Operator,
+        ledger: Ledger,
+        owner: Callable[[], socket.socket],
+    ):
         self._control, self._network, self._operator, self.ledger = control, network, operator, ledger
+        self._owner = owner
         self._rules: tuple[Rule, ...] = network.rules(network.phase)
         self.phase = network.phase
         self._live: list[_Live] = []
@@ -130,6 +138,7 @@ class Connector:
                 reply["denied"] = found
             else:
                 sock = found
+                reply["patient"] = host == OWNER_HOST  # a model may think for long before its first byte
         except Unreachable as error:
             reply["failed"] = str(error)
         if not await self._send(reply, sock) and sock is not None:
@@ -143,10 +152,13 @@ class Connector:
         self._drop_ended()
         if len(self._live) >= self._operator.bounds.connections:
             return DenialReason.CONNECTIONS
-        addresses = [one for one in await self._resolve(host) if self._may_be(one, port, rule)]
-        if not addresses:
-            return DenialReason.PRIVATE
-        sock = await connect(addresses[:_ADDRESSES], port)
+        if host == OWNER_HOST:
+            sock = self._reach_owner()
+        else:
+            addresses = [one for one in await self._resolve(host) if self._may_be(one, port, rule)]
+            if not addresses:
+                return DenialReason.PRIVATE
+            sock = await connect(addresses[:_ADDRESSES], port)
         if not isinstance(self._judge(host, port, method), Rule):  # the phase has changed meanwhile
             sock.close()
             return DenialReason.PHASE
@@ -154,6 +166,12 @@ class Connector:
         if self._sweeper is None or self._sweeper.done():
             self._sweeper = asyncio.create_task(self._sweep())
         return sock
+
+    def _reach_owner(self) -> socket.socket:
+        try:
+            return self._owner()
+        except OSError as error:
+            raise Unreachable("its owner does not listen now") from error
 
     def _judge(self, host: str, port: int, method: str) -> Rule | DenialReason:
         named = [rule for rule in self._rules if rule.host == host]

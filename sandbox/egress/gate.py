@@ -14,6 +14,7 @@ import socket
 from collections import Counter
 from collections.abc import Awaitable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from sandbox.backends.base import Backend, Started
@@ -24,6 +25,7 @@ from sandbox.egress.doors import door_of, listen
 from sandbox.egress.ledger import Ledger
 from sandbox.egress.operator import FILE, Operator
 from sandbox.errors import InfrastructureError, PolicyError
+from sandbox.owners import reach
 from sandbox.policy import Denial, DenialReason, Network, literal
 from sandbox.types import SandboxSpec
 
@@ -42,7 +44,8 @@ class Gate:
         self._door = listen(path)
         self._control, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
-        self._connector = Connector(self._control, network, operator, self._ledger)
+        owner = partial(reach, path.parent.parent, path.name)
+        self._connector = Connector(self._control, network, operator, self._ledger, owner)
         self._cgroup: Cgroup | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._serving: asyncio.Task[None] | None = None

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -77,16 +78,20 @@ async def start(
             json.dumps(asdict(bounds)),
             calls.program(),
         ]
-        return await asyncio.create_subprocess_exec(
-            *cgroup.wrap(argv),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
-            pass_fds=(*sockets, *files),
-            env={"PATH": os.environ.get("PATH", os.defpath)},
-            cwd="/",
-        )
+        try:
+            return await asyncio.create_subprocess_exec(
+                *argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,
+                preexec_fn=cgroup.enter,
+                pass_fds=(*sockets, *files),
+                env={"PATH": os.environ.get("PATH", os.defpath)},
+                cwd="/",
+            )
+        except subprocess.SubprocessError as error:
+            raise OSError("the proxy cannot enter its control groups") from error
 
 
 def _user() -> Iterator[str]:

@@ -20,7 +20,7 @@ from sandbox.images import archive, image_files, shared_libraries
 from sandbox.layers.records import Config, Kind, Layer
 from sandbox.layers.store import LayerStore
 from sandbox.layers.tree import write
-from sandbox.toolkit import build
+from sandbox.toolkit import build, publish
 from sandbox.trees import TreeLimits
 
 NAME = "tempering-python:built-in"
@@ -73,8 +73,7 @@ def ensure_control(target: Path, interpreter: str) -> Control:
         with tempfile.TemporaryDirectory(dir=target) as scratch:
             draft = Path(scratch) / "control"
             _fill(draft, interpreter, agent, library)
-            if not folder.exists():
-                draft.rename(folder)
+            publish(draft, folder)
     return Control(folder, library)
 
 

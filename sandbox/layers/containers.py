@@ -75,8 +75,8 @@ class ContainerRoots:
             LayerError: A layer is not there or damaged.
             InfrastructureError: The engine or the kernel does not take it.
         """
+        spec = self._composer.pinned(spec)  # a name that is none is told at once
         control = ensure_control(self._toolkit, _PYTHON)
-        spec = self._composer.pinned(spec)
         layered = bool(spec.image) and self._composer.store.find(spec.image) is not None
         composed = self._composer.acquire(spec, base=layered)
         place = self._place(box_id)

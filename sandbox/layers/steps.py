@@ -78,12 +78,14 @@ def run(
         command = [*_namespaces(root, env, cwd, network), *filters, *_control(control, user), "--", *words]
         try:
             done = subprocess.run(
-                cgroup.wrap(command), stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                pass_fds=[reading], timeout=timeout_s, check=False,
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                preexec_fn=cgroup.enter, pass_fds=[reading], timeout=timeout_s, check=False,
             )  # fmt: skip
             code = done.returncode
         except subprocess.TimeoutExpired:
             code = None
+        except subprocess.SubprocessError as error:
+            raise LayerError(f"{' '.join(argv)[:200]!r} cannot enter its control groups") from error
         output.seek(max(output.seek(0, os.SEEK_END) - _TAIL, 0))
         said = output.read().decode(errors="replace").strip()
     if code != 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import re
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from sandbox.errors import InfrastructureError
+from sandbox.errors import InfrastructureError, printable
 from sandbox.remote import MAX_OUTPUT, RemoteBox
 from sandbox.types import Capabilities
 from sandbox.verify.flags import HOOKS, SUSPECTS, WORDS
@@ -21,6 +22,8 @@ from sandbox.verify.report import LeftOut
 INSIDE = Path(__file__).parent / "inside"
 _ENTRIES = 200_000
 _EXPORT_S = 120.0
+_NO_MEMORY = b"\nMemoryError"
+"""What an interpreter says where the kernel ends no process for memory."""
 
 
 class DiffError(Exception):
@@ -43,9 +46,13 @@ class Diff:
 
 
 async def freeze(box: RemoteBox, capabilities: Capabilities) -> None:
-    """Stops the agent's box where the backend can; nothing in it goes on after that."""
+    """Stops the agent's box where the backend can; nothing in it goes on after that.
+
+    One in which processes come and go so fast that the kernel does not stop them goes on until it is killed.
+    """
     if capabilities.pause:
-        await box.pause()
+        with contextlib.suppress(InfrastructureError):
+            await box.pause()
 
 
 async def thaw_and_kill(box: RemoteBox, capabilities: Capabilities) -> None:
@@ -71,7 +78,7 @@ async def export(box: RemoteBox, plan: Plan, search: tuple[str, ...] = WRITABLE)
         cwd="/",
         output_limit=MAX_OUTPUT,
     )
-    if result.oom or result.signal is not None:
+    if result.oom or result.signal is not None or _NO_MEMORY in result.stderr:
         raise DiffError("the agent's box has no memory left in which it could be read")
     if result.exit_code != 0 or result.truncated:
         why = result.stderr.decode(errors="replace").strip().splitlines()[-1:]
@@ -137,7 +144,12 @@ def _read(said: Any, plan: Plan) -> Diff:
     modes: dict[str, int] = {}
     allow = [re.compile(pattern(glob), re.DOTALL) for glob in plan.allow]
     for path, (text, mode) in found["files"].items():
-        if not is_path(path) or not any(regex.fullmatch(path) for regex in allow) or path in plan.trusted:
+        if (
+            not is_path(path)
+            or not path.isprintable()
+            or not any(regex.fullmatch(path) for regex in allow)
+            or path in plan.trusted
+        ):
             raise InfrastructureError(f"the agent's box gave a file that was not asked for: {path[:200]!r}")
         files[path], modes[path] = base64.b64decode(text, validate=True), int(mode) & 0o777
     if found["count"] > plan.limits.files or found["size"] > plan.limits.size:
@@ -150,12 +162,12 @@ def _read(said: Any, plan: Plan) -> Diff:
     return Diff(
         files=files,
         gone=tuple(path for path in gone if any(regex.fullmatch(path) for regex in allow)),
-        left_out=tuple(LeftOut(str(path), str(why)) for path, why in found["left"]),
+        left_out=tuple(LeftOut(printable(str(path)), printable(str(why))) for path, why in found["left"]),
         more_left_out=int(found["more"]),
         tampered=tuple(sorted(changed | (set(gone) & set(plan.trusted)))),
-        leaks=tuple(map(str, found["leaks"])),
-        mentions=tuple((str(path), str(word)) for path, word in found["mentions"]),
-        elsewhere=tuple(map(str, found["elsewhere"])),
+        leaks=tuple(printable(str(path)) for path in found["leaks"]),
+        mentions=tuple((printable(str(path)), printable(str(word))) for path, word in found["mentions"]),
+        elsewhere=tuple(printable(str(path)) for path in found["elsewhere"]),
         modes=modes,
     )
 

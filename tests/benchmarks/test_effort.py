@@ -38,6 +38,11 @@ def test_a_policy_that_ignores_effort_misses_order_ratio_and_gain() -> None:
     ]
 
 
+def test_a_policy_that_asks_too_much_at_one_effort_misses_the_regret() -> None:
+    points = [replace(p, reward=p.reward - 0.5) if p.effort == 25 else p for p in best_possible()]
+    assert missed(points) == ["mean regret to the optimum"]
+
+
 def test_an_effort_beyond_its_neighbours_and_lost_samples_are_seen() -> None:
     points = [replace(p, calls=9.0) if p.effort == 60 else p for p in best_possible()]
     points[0] = replace(points[0], n_valid=99)
@@ -47,4 +52,5 @@ def test_an_effort_beyond_its_neighbours_and_lost_samples_are_seen() -> None:
 def test_the_control_must_not_be_ordered() -> None:
     (ordered,) = control_figures(best_possible())
     (flat,) = control_figures([replace(p, tokens=9.0) for p in best_possible()])
-    assert (ordered.held, flat.held) == (False, True)
+    (rounding,) = control_figures([replace(p, tokens=9.0 + p.effort / 1000) for p in best_possible()])
+    assert (ordered.held, flat.held, rounding.held) == (False, True, True)

@@ -16,7 +16,20 @@ FLEET = ["sandbox_fleet", "sandbox_kills", "sandbox_recovery", "sandbox_soak"]
 
 @pytest.mark.parametrize(
     "module",
-    ["calc", "kills", "engine", "policy_speed", *ROLLOUTS, "wal", "weight_updates", "roles", *FLEET],
+    [
+        "calc",
+        "sort",
+        "opd",
+        "trainer_speed",
+        "kills",
+        "engine",
+        "policy_speed",
+        *ROLLOUTS,
+        "wal",
+        "weight_updates",
+        "roles",
+        *FLEET,
+    ],
 )
 def test_benchmark_shows_what_it_claims(module: str) -> None:
     done = subprocess.run([sys.executable, "-m", f"benchmarks.{module}"], check=False)

@@ -1,5 +1,7 @@
 import json
+import sys
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -80,14 +82,13 @@ def test_an_evicted_cache_is_computed_again(tmp_path):
     assert hits[1].tokens == hits[0].tokens
 
 
+@pytest.mark.parametrize("in_flight", [24, 8])
 @pytest.mark.parametrize("rule", RULES)
-def test_every_rule_keeps_the_staleness_bound_and_the_limit_on_live_samples(rule):
-    costs = Costs(
-        replicas=2, slots=8, groups_per_step=4, group_size=4, in_flight=24, staleness=2, trainer_s=20.0
-    )
+def test_every_rule_keeps_the_staleness_bound_and_the_limit_on_live_samples(rule, in_flight):
+    costs = replace(SMALL, in_flight=in_flight, staleness=2)
     simulation, result = simulate(rule, costs)
     assert max(result.lags) <= {"barrier": 0, "one step off": 1}.get(rule, 2)
-    assert simulation.result.peak_live <= 24
+    assert simulation.result.peak_live <= in_flight
     assert result.samples == 8 * 16
 
 
@@ -104,6 +105,36 @@ def test_sample_level_dispatch_keeps_engines_busy_that_a_barrier_leaves_idle():
     assert ours.tokens_per_s > 2 * barrier.tokens_per_s
     assert ours.tokens_per_s > group.tokens_per_s
     assert ours.idle < 0.05 < group.idle < barrier.idle
+
+
+def test_no_rule_exceeds_engines_that_decode_all_the_time():
+    rates = {rule: simulate(rule, warm_up=0)[1].tokens_per_s for rule in RULES}
+    assert max(rates.values()) < SMALL.ideal_tokens_per_s
+    assert rates["ours"] > 0.7 * SMALL.ideal_tokens_per_s
+
+
+def test_an_event_costs_the_same_however_many_replicas_and_samples_there_are():
+    rates = []
+    for scale in (1, 16):
+        costs = Costs(
+            replicas=4 * scale, slots=8, groups_per_step=2 * scale, in_flight=64 * scale, staleness=16
+        )
+        simulation = Simulation(costs, LongTailTrace(0), RULES["ours"](costs), steps=99, warm_up=0)
+        simulation.start()
+        calls = 0
+
+        def count(frame, event, argument):
+            nonlocal calls
+            calls += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
+            for _ in range(2_000):
+                simulation.step()
+        finally:
+            sys.setprofile(None)
+        rates.append(calls)
+    assert rates[1] < 1.5 * rates[0]
 
 
 def test_restarting_prefers_short_samples_and_resuming_does_not():
@@ -226,6 +257,53 @@ def test_a_turn_begins_with_a_whole_step():
     second = Sample("second", 1, 0, trace.work(1, 0))
     fleet.request(second, 2.5 * 0.02)
     assert second.begun == 3.0
+
+
+@pytest.mark.parametrize(("late", "begun"), [(1, 6.0), (2, 3.0)])
+def test_an_engine_gathers_turns_for_some_steps_unless_they_are_many(late, begun):
+    costs = Costs(
+        replicas=1,
+        slots=16,
+        decode_per_request_s=0.0,
+        prefill_base_s=0.5,
+        prefill_tokens_per_s=1e12,
+        prefill_gather_steps=4,
+    )
+    fleet, trace = Fleet(costs), LongTailTrace(0)
+    for number in range(7):
+        fleet.request(Sample(f"early {number}", number, 0, trace.work(number, 0)), 0.0)
+    samples = [Sample(f"late {n}", n, 0, trace.work(n, 0)) for n in range(7, 7 + late)]
+    for sample in samples:
+        fleet.request(sample, 0.5 + 2.5 * 0.02)
+    assert fleet.running == 7 + late
+    replica = fleet.next_end()
+    assert replica.next_end == pytest.approx(0.5 + begun * 0.02)
+    assert fleet.ended(replica, replica.next_end) == []
+    assert [sample.begun for sample in samples] == [begun] * late
+    assert replica.blocked_until == pytest.approx(2 * 0.5 + begun * 0.02)
+
+
+def test_turns_that_come_at_once_to_an_idle_engine_are_computed_together():
+    fleet, trace = (
+        Fleet(Costs(replicas=1, slots=16, prefill_base_s=0.5, prefill_gather_steps=4)),
+        LongTailTrace(0),
+    )
+    samples = [Sample(f"{n}", n, 0, trace.work(n, 0)) for n in range(9)]
+    for sample in samples:
+        fleet.request(sample, 0.0)
+    assert {sample.begun for sample in samples} == {0.0}
+    assert 0.5 < fleet.replicas[0].blocked_until < 0.75
+
+
+def test_an_abort_takes_gathered_turns_too():
+    fleet, trace = Fleet(Costs(replicas=1, slots=16, prefill_gather_steps=4)), LongTailTrace(0)
+    samples = [Sample(f"{n}", n, 0, trace.work(n, 0)) for n in range(9)]
+    for sample in samples:
+        fleet.request(sample, 0.3 * (sample.number == 8))
+    assert len(fleet.replicas[0].gathering) == 1
+    assert set(fleet.abort(0.31)) == set(samples)
+    assert fleet.running == 0
+    assert fleet.next_end().next_end == float("inf")
 
 
 def test_a_simulation_in_flight_holds_what_lives_and_no_more():

@@ -1,5 +1,6 @@
 """The comparison of simulated with real engines."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -8,7 +9,8 @@ import torch
 
 from benchmarks.rollout_sim.schedulers import RULES
 from benchmarks.rollout_sim.simulate import Simulation
-from benchmarks.rollout_sim.validate import COSTS, Probe, RealEngine, ShortTrace, open_engine
+from benchmarks.rollout_sim.trace import FileTrace, load_trace
+from benchmarks.rollout_sim.validate import COSTS, Probe, RealEngine, ShortTrace, contexts, open_engine
 from model.config import PolicyConfig
 from model.policy import Policy
 
@@ -37,6 +39,16 @@ def test_costs_are_found_in_measured_steps(policy):
     assert costs.decode_per_request_s == pytest.approx(0.001)
     assert costs.prefill_base_s == pytest.approx(0.005)
     assert costs.prefill_tokens_per_s == pytest.approx(1e4)
+
+
+def test_a_probe_decodes_at_the_contexts_of_the_trace(tmp_path):
+    samples = [
+        {"input": [10, 5], "output": [3, 2], "tool_s": [1.0]},
+        {"input": [7], "output": [1], "tool_s": []},
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"format": 1, "samples": samples}))
+    assert contexts(FileTrace(load_trace(path), 0), 2).tolist() == [10, 11, 12, 18, 19, 7]
 
 
 def test_a_real_engine_samples_every_token_of_the_trace_and_books_its_version(policy):

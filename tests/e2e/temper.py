@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from rl.watch.jsonl import read_rows
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
@@ -96,11 +97,7 @@ class Home:
 
 def steps(run: Path) -> list[int]:
     """The optimiser steps that a run has logged."""
-    file = run / "metrics.jsonl"
-    if not file.exists():
-        return []
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    return [row["step"] for row in rows if row["family"] == "train"]
+    return [row.step for row in read_rows(run / "metrics.jsonl") if row.family == "train"]
 
 
 def wait_for(condition: Callable[[], bool], timeout: float) -> bool:

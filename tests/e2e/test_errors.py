@@ -35,4 +35,4 @@ def test_without_a_sandbox_the_error_names_both_ways_to_get_one(home: Home) -> N
     assert "Traceback" not in done.stderr
     assert "apt-get install bubblewrap" in done.stderr
     assert "Docker engine" in done.stderr
-    assert home.wait_until_gone(15) == []
+    assert home.wait_until_gone(60) == []

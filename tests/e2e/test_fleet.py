@@ -27,7 +27,7 @@ def serve(home: Home, *words: str) -> tuple[subprocess.Popen[str], str]:
 
 def end(process: subprocess.Popen[str]) -> None:
     process.terminate()
-    process.wait(20)
+    process.wait(60)
     assert process.stdout is not None
     process.stdout.close()
 

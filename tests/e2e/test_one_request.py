@@ -45,6 +45,7 @@ from rl.serve.taps import Taps
 from rl.serve.voices import EngineVoice
 from rl.trainers.data import Sample, trajectory_samples
 from rl.trainers.draft import DraftConfig, DraftTrainer
+from rl.trainers.forward import encoded_images
 from rl.trainers.optim import Optimizer, OptimizerConfig
 from rl.trainers.packing import micro_batches
 from sandbox.client import Fleet
@@ -387,6 +388,13 @@ def test_10_what_was_sampled_becomes_training_data_with_the_samplers_probabiliti
     assert trained == "".join(TURNS)
     assert sample.effort == 75 and set(sample.policy_version[sample.loss_mask].tolist()) == {0}
     assert sample.token_ids.tolist() == walk.branch.history.token_ids
+    assert sample.images is not None and sample.images.types.tolist() == walk.branch.history.types
+    (shown,), (trained_on,) = walk.branch.history.images, sample.images.images
+    assert trained_on.grid == shown.grid and torch.equal(trained_on.patches, shown.patches)
+    (batch,) = micro_batches([sample], 512, torch.device("cpu"))
+    with torch.no_grad():
+        images = encoded_images(walk.policy, batch)
+    assert images is not None and torch.equal(images.types, torch.tensor(walk.branch.history.types))
     assert error_of(walk, walk.branch, TEMPERATURE) < 0.01
     assert walk.hot is not None
     assert np.mean([value for turn in walk.hot.turns for value in turn.logprobs]) < -0.5

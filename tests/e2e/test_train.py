@@ -32,7 +32,7 @@ def test_a_run_ends_with_its_line_its_picture_and_nothing_left_behind(home: Home
     assert str(run) in done.stdout
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert steps(run) == [1, 2, 3, 4, 5, 6]
-    assert home.wait_until_gone(15) == []
+    assert home.wait_until_gone(60) == []
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert {"sft", "train", "rollout", "eval", "sys"} <= {row["family"] for row in rows}
     assert not any(row["metrics"].get("rollout/all/error", 0.0) for row in rows)
@@ -53,7 +53,7 @@ def test_ctrl_c_ends_within_ten_seconds_and_leaves_nothing(home: Home) -> None:
     code = driver.wait(30)
     assert time.monotonic() - pressed < 10
     assert code == 130
-    assert home.wait_until_gone(15) == []
+    assert home.wait_until_gone(60) == []
     assert "resume=true" in home.output()
 
 
@@ -62,8 +62,8 @@ def test_sigterm_while_processes_start_ends_like_ctrl_c(home: Home) -> None:
     assert wait_for(lambda: "start the learner" in home.output(), 100), home.output()[-2000:]
     time.sleep(1)
     driver.terminate()
-    assert driver.wait(20) == 130
-    assert home.wait_until_gone(20) == []
+    assert driver.wait(100) == 130
+    assert home.wait_until_gone(60) == []
     assert "resume=true" in home.output()
     assert json.loads((home.run_folder("early") / "driver.json").read_text())["state"] == "interrupted"
 
@@ -84,7 +84,7 @@ def test_after_a_kill_the_next_start_says_what_it_found_and_resume_finishes(home
     assert "resumed at step" in done.stdout
     trained = steps(home.run_folder("killed"))
     assert sorted(set(trained)) == [1, 2, 3, 4, 5, 6]
-    assert home.wait_until_gone(15) == []
+    assert home.wait_until_gone(60) == []
     assert samples_are_trained_once(home.run_folder("killed"))
 
 

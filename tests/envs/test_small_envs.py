@@ -10,7 +10,7 @@ import envs
 from envs.check import check_environment
 from envs.play import play, say, script
 from envs.plugins import PluginError
-from envs.probe import optimum, reading
+from envs.probe import QUESTIONS, optimum, reading
 from envs.recall import CHANCE
 from envs.types import Message, Missing, Score, StopReason, Task, ToolCall
 from rewards import load as load_reward
@@ -99,10 +99,10 @@ async def test_the_sensor_wears_out():
         await ask(task, 11)
 
 
-def test_the_hidden_bit_is_fair_and_not_in_the_prompt():
+def test_the_hidden_sign_is_fair_and_not_in_the_prompt():
     tasks = take(envs.load("probe").tasks("eval", 0), 2000)
     assert len({task.prompt for task in tasks}) == 1
-    assert sum(task.gold == "1" for task in tasks) / len(tasks) == pytest.approx(0.5, abs=0.04)
+    assert sum(task.gold == "+" for task in tasks) / len(tasks) == pytest.approx(0.5, abs=0.04)
 
 
 def test_demonstrations_of_probe_show_true_readings_and_mostly_follow_them():
@@ -110,10 +110,21 @@ def test_demonstrations_of_probe_show_true_readings_and_mostly_follow_them():
     for task, messages in take(envs.load("probe").demonstrations("train", 0), 2000):
         values = [m.content for m in messages if m.role == "tool"]
         assert values == [reading(task, n) for n in range(len(values))]
-        lead = values.count("1") - values.count("0")
+        lead = values.count("+") - values.count("-")
         if lead:
-            followed.append(messages[-1].content == ("1" if lead > 0 else "0"))
+            followed.append(messages[-1].content == ("+" if lead > 0 else "-"))
     assert sum(followed) / len(followed) == pytest.approx(1 - 0.15 / 2, abs=0.02)
+
+
+def test_demonstrations_of_probe_ask_until_a_lead_that_is_drawn_anew():
+    stopped = Counter()
+    for _, messages in take(envs.load("probe").demonstrations("train", 0), 2000):
+        values = [m.content for m in messages if m.role == "tool"]
+        leads = [abs(2 * values[:n].count("+") - n) for n in range(len(values) + 1)]
+        assert len(values) == QUESTIONS or leads[-1] > max(leads[:-1], default=-1)
+        stopped[leads[-1] if len(values) < QUESTIONS else "worn out"] += 1
+    shares = [stopped[lead] / 2000 for lead in range(5)]
+    assert shares[0] == pytest.approx(1 / 8, abs=0.03) and min(shares[1:3]) > 0.2 and min(shares[3:]) > 0.05
 
 
 async def test_an_episode_of_probe_reads_a_new_value_every_time():

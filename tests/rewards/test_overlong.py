@@ -5,13 +5,13 @@ from hypothesis import strategies as st
 from rewards.overlong import OverlongConfig
 
 
-def test_published_values():
-    config = OverlongConfig(max_length=20480, buffer=4096)
+def test_values_of_the_paper_with_its_floor():
+    config = OverlongConfig(max_length=20480, buffer=4096, floor=True)
     assert [config.value(n) for n in (0, 16384, 18432, 20480, 30000)] == [0, 0, -0.5, -1, -1]
 
 
-def test_without_a_floor_it_goes_on_rising():
-    config = OverlongConfig(max_length=100, buffer=50, penalty=2.0, floor=False)
+def test_it_goes_on_rising_unless_a_floor_is_asked_for():
+    config = OverlongConfig(max_length=100, buffer=50, penalty=2.0)
     assert [config.value(n) for n in (50, 75, 100, 150)] == [0, -1, -2, -4]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,19 @@ from typing import Any
 
 import pytest
 
-from envs.types import FinishReason, Message, Score, Status, StopReason, Trajectory, TrajectoryKey, Turn
+from envs.types import (
+    Boundary,
+    ErrorInfo,
+    FinishReason,
+    Message,
+    Missing,
+    Score,
+    Status,
+    StopReason,
+    Trajectory,
+    TrajectoryKey,
+    Turn,
+)
 from model.engine.sampler import SamplingParams
 from rl.controller import Controller, Plan, TaskOrderError
 from rl.environments import group_plan, open_stream
@@ -25,9 +38,15 @@ from rl.watch.watch import Watch, open_watch
 
 @dataclass
 class Sides:
-    """Learner and generator: every sample is right at once, and `stats` takes `stats_s`."""
+    """Learner and generator: every sample is right at once; `stats` and `collect` take their time.
+
+    The first attempt at each member 0 fails, when `fails`.
+    """
 
     stats_s: float = 0.0
+    collect_s: float = 0.0
+    fails: bool = False
+    used: list[TrajectoryKey] = field(default_factory=list)
     done: list[Trajectory] = field(default_factory=list)
     saved: dict[int, dict[str, Any]] = field(default_factory=dict)
 
@@ -38,15 +57,16 @@ class Sides:
         self.saved[step] = json.loads(json.dumps(state))
 
     async def submit(self, assignments: Sequence[Assignment]) -> None:
-        self.done += [_right(assignment) for assignment in assignments]
+        failing = [a for a in assignments if self.fails and a.key.index == 0 and a.key.attempt == 0]
+        self.done += [_failed(a) if a in failing else _right(a) for a in assignments]
 
     async def collect(self, max_wait_s: float) -> list[Trajectory]:
-        await asyncio.sleep(0)
+        await asyncio.sleep(self.collect_s)
         done, self.done = self.done, []
         return done
 
     async def consumed(self, keys: Sequence[TrajectoryKey]) -> None:
-        pass
+        self.used += keys
 
     async def stats(self) -> dict[str, float]:
         await asyncio.sleep(self.stats_s)
@@ -60,6 +80,12 @@ def _right(assignment: Assignment) -> Trajectory:
     turn = Turn((1,), (2,), (-0.5,), (0,), FinishReason.STOP, Message("assistant"))
     score = Score(float(assignment.key.index))
     return Trajectory(assignment.key, ((turn,),), Status.FINISHED, StopReason.ANSWER, score)
+
+
+def _failed(assignment: Assignment) -> Trajectory:
+    error = ErrorInfo(Boundary.SANDBOX, "LostError", "the sandbox went away")
+    missing = Missing("lost", Boundary.SANDBOX)
+    return Trajectory(assignment.key, ((),), Status.FAILED, StopReason.ERROR, missing, error)
 
 
 def controller(root: Path, name: str, steps: int, sides: Sides, *more: str) -> tuple[Controller, Watch]:
@@ -93,8 +119,11 @@ def dispatched(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-async def test_the_last_step_is_recorded_and_saved_however_long_it_takes(tmp_path: Path) -> None:
-    sides = Sides(stats_s=0.1)
+@pytest.mark.parametrize("slow", [{"stats_s": 0.1}, {"collect_s": 0.1}, {"stats_s": 0.05, "collect_s": 0.06}])
+async def test_the_last_step_is_recorded_and_saved_and_none_comes_after_it(
+    tmp_path: Path, slow: dict[str, float]
+) -> None:
+    sides = Sides(**slow)
     run, watch = controller(tmp_path, "slow", 3, sides)
     with watch:
         await run.run()
@@ -102,6 +131,70 @@ async def test_the_last_step_is_recorded_and_saved_however_long_it_takes(tmp_pat
         f"step-{step:06d}.jsonl" for step in (1, 2, 3)
     ]
     assert sorted(sides.saved) == [2, 3]
+
+
+async def test_the_log_may_forget_attempts_that_failed_once_a_checkpoint_knows_the_next_one(
+    tmp_path: Path,
+) -> None:
+    sides = Sides(fails=True)
+    run, watch = controller(tmp_path, "fails", 2, sides, "rollout.breaker_failures=1000")
+    with watch:
+        await run.run()
+    trained = {key.group for key in sides.used if key.attempt}
+    assert len(trained) == 4
+    assert {key.group for key in sides.used if key.attempt == 0 and key.index == 0} >= trained
+
+
+async def test_no_group_begins_after_the_last_step_however_long_the_look_takes(tmp_path: Path) -> None:
+    sides = Sides(stats_s=0.05)
+    run, watch = controller(tmp_path, "look", 2, sides, "rollout.staleness=1")
+    trains = asyncio.Event()
+
+    async def step(batch: Batch) -> dict[str, float]:
+        if batch.version == 1:
+            trains.set()
+            await asyncio.sleep(0.05)  # until the loop looks
+        return {}
+
+    async def look() -> None:
+        while trains.is_set() and run.version < 2:  # noqa: ASYNC110  the loop tells nobody of its steps
+            await asyncio.sleep(0)
+
+    sides.step, run.look = step, look  # type: ignore[method-assign]
+    with watch:
+        await run.run()
+    assert run.version == 2
+    assert run.dispatcher.cursor == 6 and sides.saved[2]["dispatcher"]["cursor"] == 6
+
+
+class OutOfOrderError(RuntimeError):
+    """What both sides fail with at once."""
+
+
+async def test_an_update_that_fails_while_the_other_side_does_is_not_left_behind(tmp_path: Path) -> None:
+    sides = Sides()
+    run, watch = controller(tmp_path, "both", 2, sides)
+    failed = asyncio.Event()
+
+    async def step(batch: Batch) -> dict[str, float]:
+        failed.set()
+        raise OutOfOrderError("the learner")
+
+    async def collect(max_wait_s: float) -> list[Trajectory]:
+        if sides.done:
+            done, sides.done = sides.done, []
+            return done
+        await failed.wait()
+        raise OutOfOrderError("the generator")
+
+    sides.step, sides.collect = step, collect  # type: ignore[method-assign]
+    unseen: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: unseen.append(context))
+    with watch, pytest.raises(OutOfOrderError, match="the generator"):
+        await run.run()
+    gc.collect()
+    await asyncio.sleep(0)
+    assert unseen == []
 
 
 async def test_a_resumed_run_dispatches_the_tasks_of_an_undisturbed_one(tmp_path: Path) -> None:

@@ -34,19 +34,19 @@ class Table:
 
 
 def leads_of(task) -> list[int]:
-    signs = [1 if reading(task, i) == "1" else -1 for i in range(QUESTIONS)]
+    signs = [1 if reading(task, i) == "+" else -1 for i in range(QUESTIONS)]
     return [0, *np.cumsum(signs).tolist()]
 
 
 def group(table, row, task, effort, penalty, draw, step) -> tuple[list[int], np.ndarray]:
     """Samples a group and returns how much each member asked, and the advantages."""
-    leads, gold = leads_of(task), int(task.gold)
+    leads, gold = leads_of(task), task.gold == "+"
     asks = table.asks(row, leads)
     asked = [int(np.argmax(np.append(draw.random(QUESTIONS) >= asks, True))) for _ in range(GROUP)]
-    bits = [leads[k] > 0 if leads[k] else draw.random() < 0.5 for k in asked]
+    signs = [leads[k] > 0 if leads[k] else draw.random() < 0.5 for k in asked]
     scored = apply(
         penalty,
-        [Score(float(bit == gold)) for bit in bits],
+        [Score(float(sign == gold)) for sign in signs],
         effort=effort,
         tokens=[3 * k + 3 for k in asked],
         truncated=[False] * GROUP,
@@ -83,7 +83,7 @@ def greedy(table: Table, row: int, count: int = 1000) -> tuple[float, float]:
         leads = leads_of(task)
         k = int(np.argmax(np.append(table.asks(row, leads) < 0.5, True)))
         asked.append(k)
-        right.append(0.5 if leads[k] == 0 else float((leads[k] > 0) == int(task.gold)))
+        right.append(0.5 if leads[k] == 0 else float((leads[k] > 0) == (task.gold == "+")))
     return float(np.mean(asked)), float(np.mean(right))
 
 

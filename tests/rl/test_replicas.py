@@ -1,9 +1,11 @@
 """Several generators as one, over real token logs; a replica dies with what its files hold at that moment."""
 
 import asyncio
+import json
 import shutil
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,10 @@ import envs.scaffolds
 import rewards
 from envs.types import Trajectory
 from rl.actors import Host, Process
-from rl.replicas import Replicas
+from rl.checkpoint import Checkpoint
+from rl.launch.compose import load_config
+from rl.recipe import Recipe
+from rl.replicas import Replica, Replicas
 from rl.restarts import ProcessDiedError, Restarts, RestartsExhaustedError
 from rl.rollout.assignment import Assignment, Purpose
 from rl.rollout.config import RolloutConfig
@@ -194,3 +199,147 @@ async def test_a_resumed_pool_gives_each_sample_back_to_the_log_that_holds_it(tm
         await farm.pool.resubmit(keys[1:])
         done = await finish(farm.pool, len(keys) - 1)
         assert sorted(t.key for t in done) == sorted(keys[1:])
+
+
+async def all_ended(pool: Replicas) -> None:
+    async with asyncio.timeout(30):
+        while (await pool.stats())["sys/rollout.running"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_what_a_replica_gave_before_its_death_does_not_begin_again_in_its_successor(
+    tmp_path: Path,
+) -> None:
+    async with Farm(tmp_path, count=1) as farm:
+        (replica,) = farm.pool.replicas
+        await farm.pool.submit(group(0, 1, purpose=Purpose.EVAL))
+        await all_ended(farm.pool)
+        replica.poll = asyncio.create_task(farm.pool._poll(replica, 1.0))
+        await asyncio.wait([replica.poll])
+        farm.kill(0)
+        await farm.pool.submit(group(1, 1, purpose=Purpose.EVAL))
+        assert {t.key.group for t in await finish(farm.pool, 2)} == {0, 1}
+        await all_ended(farm.pool)
+        assert await farm.pool.collect(0.1) == []
+
+
+async def test_an_interruption_waits_for_the_successor_and_leaves_nothing_running(tmp_path: Path) -> None:
+    async with Farm(tmp_path, count=1, step_s=60.0) as farm:
+        making, made = asyncio.Event(), asyncio.Event()
+
+        async def prepare(replica: Replica) -> None:
+            making.set()
+            await made.wait()
+
+        farm.pool.prepare_successors(prepare)
+        await farm.pool.submit(group(0))
+        farm.kill(0)
+        collecting = asyncio.create_task(farm.pool.collect(60.0))
+        await making.wait()
+        interrupting = asyncio.create_task(farm.pool.interrupt())
+        await asyncio.sleep(0.05)
+        made.set()
+        assert await interrupting == []
+        assert await collecting == []
+        assert (await farm.pool.stats())["sys/rollout.running"] == 0
+        assert not any(replica.running for replica in farm.pool.replicas)
+
+
+async def test_an_interruption_returns_what_a_dead_replica_had_finished(tmp_path: Path) -> None:
+    async with Farm(tmp_path, count=1) as farm:
+        await farm.pool.submit(group(0))
+        await all_ended(farm.pool)
+        farm.kill(0)
+        assert len(await farm.pool.interrupt()) == 4
+        assert await farm.pool.collect(0.1) == []
+
+
+async def interrupted_early(folder: Path) -> None:
+    """Leaves the unfinished samples of two groups in the logs."""
+    async with Farm(folder, step_s=60.0) as farm:
+        await farm.pool.submit([*group(0), *group(1)])
+        await asyncio.sleep(0)
+        await farm.pool.interrupt()
+
+
+async def test_a_replica_may_die_between_recovery_and_going_on(tmp_path: Path) -> None:
+    await interrupted_early(tmp_path)
+    async with Farm(tmp_path) as farm:
+        keys = (await farm.pool.recover(0)).unfinished
+        farm.kill(0)
+        await farm.pool.consumed(keys[:1])
+        await farm.pool.resubmit(keys[1:])
+        assert sorted(t.key for t in await finish(farm.pool, 7)) == sorted(keys[1:])
+
+
+async def test_a_run_that_begins_anew_forgets_what_its_logs_hold(tmp_path: Path) -> None:
+    """Else a sample stands there twice, and a run that is resumed later waits for neither."""
+    await interrupted_early(tmp_path)
+    async with Farm(tmp_path) as farm:
+        assert (await farm.pool.stats())["sys/wal.live"] == 8
+        sides: Any = farm.pool
+        recipe = Recipe(load_config(["experiment=calc"]), sides, sides, sides, sides, tmp_path)
+        await recipe._forget_samples()
+        assert (await farm.pool.stats())["sys/wal.live"] == 0
+
+
+async def test_samples_of_tasks_that_their_groups_do_not_have_any_more_begin_anew(tmp_path: Path) -> None:
+    config = load_config(["experiment=calc", "algorithm.group_size=4"])
+    await interrupted_early(tmp_path)
+    async with Farm(tmp_path) as farm:
+        sides: Any = farm.pool
+        notes = list[str]()
+        watch: Any = SimpleNamespace(note=notes.append, dispatched=lambda *about: None)
+
+        async def publish() -> dict[str, float]:
+            return {}
+
+        async def restore(checkpoint: Checkpoint) -> dict[str, Any]:
+            controller.extra_state = {"sft_done": 0, "results": {"before": {}}}
+            return json.loads(json.dumps(controller.state_dict()))
+
+        async def recovered(groups: int) -> None:
+            pass
+
+        learner: Any = SimpleNamespace(restore=restore, recovered=recovered)
+        recipe = Recipe(config, learner, sides, publish, watch, tmp_path)
+        controller = recipe._controller()
+        await recipe._restore(controller, Checkpoint(0, tmp_path))
+        assert controller.dispatcher.cursor == 0 and not controller.dispatcher.in_flight
+        assert (await farm.pool.stats())["sys/wal.live"] == 0
+        assert notes[-1] == "8 samples of tasks that their groups do not have now begin anew"
+
+
+async def test_the_death_of_whom_a_successor_waits_for_is_not_its_own(tmp_path: Path) -> None:
+    async with Farm(tmp_path, count=1) as farm:
+
+        async def prepare(replica: Replica) -> None:
+            raise ProcessDiedError("process that another one waits for", "killed by the test")
+
+        farm.pool.prepare_successors(prepare)
+        farm.kill(0)
+        with pytest.raises(ProcessDiedError, match="process that another one waits for died"):
+            await farm.pool.alarms()
+        assert farm.restarts.total == 1
+
+
+async def test_nothing_goes_on_behind_a_call_that_failed(tmp_path: Path) -> None:
+    async with Farm(tmp_path) as farm:
+        making = asyncio.Event()
+
+        async def prepare(replica: Replica) -> None:
+            making.set()
+            await asyncio.sleep(0.2)
+
+        async def ask(replica: Replica) -> None:
+            if replica.index:
+                await replica.process.call("alarms")
+            await making.wait()
+            raise RuntimeError("the first one fails while the other's successor is made")
+
+        farm.pool.prepare_successors(prepare)
+        farm.kill(1)
+        with pytest.raises(RuntimeError, match="the first one fails"):
+            await farm.pool.each(ask)
+        assert not any(replica.lock.locked() for replica in farm.pool.replicas)
+        assert farm.pool.replicas[1].generation == 1

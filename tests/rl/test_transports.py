@@ -109,7 +109,7 @@ def _receive(address: str, rank: int, results) -> None:
     inbox = CollectiveInbox(weights, torch.device("cpu"))
 
     async def run() -> None:
-        await inbox.join(Rendezvous(address, rank, 3, 60.0))
+        await inbox.join(Rendezvous(address, rank, 3, 280.0))
         parcel = results.get()
         await inbox.receive(parcel)
         results.put(weights.loaded[parcel.version]["a"].numpy())
@@ -121,7 +121,7 @@ def _receive(address: str, rank: int, results) -> None:
 async def test_a_broadcast_reaches_two_other_processes() -> None:
     weights = Weights()
     outbox = CollectiveOutbox(weights.source)
-    address = outbox.meet(60.0)
+    address = outbox.meet(280.0)
     context = multiprocessing.get_context("spawn")
     lines = [context.SimpleQueue() for _ in range(2)]
     receivers = [
@@ -129,12 +129,12 @@ async def test_a_broadcast_reaches_two_other_processes() -> None:
     ]
     for receiver in receivers:
         receiver.start()
-    await outbox.join(Rendezvous(address, 0, 3, 60.0))
+    await outbox.join(Rendezvous(address, 0, 3, 280.0))
     outbox.offer()
     assert isinstance(outbox.parcel(), BroadcastParcel)
     for line in lines:
         line.put(outbox.parcel())
-    await outbox.deliver(60.0)
+    await outbox.deliver(280.0)
     for receiver in receivers:
         await asyncio.to_thread(receiver.join)
     for line in lines:

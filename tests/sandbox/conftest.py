@@ -1,8 +1,9 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from sandbox.client import Fleet, RemoteBox
@@ -27,6 +28,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "backend" in metafunc.fixturenames:
         on_gvisor = getattr(metafunc.module, "ON_GVISOR", False)
         metafunc.parametrize("backend", [*BACKENDS, *([GVISOR] if on_gvisor else [])])
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it ended between the two
+        return False
+
+
+@pytest.fixture(scope="session")
+def alive() -> Callable[[Iterable[psutil.Process]], list[psutil.Process]]:
+    """Picks those of some processes that have not ended."""
+    return lambda tree: [process for process in tree if _lives(process)]
 
 
 @pytest.fixture

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sandbox import tokens
 from sandbox.audit import Audit, asked
 from sandbox.errors import PolicyError, RefusedError
 from sandbox.journal import digest
@@ -17,7 +19,7 @@ from sandbox.metrics import Metrics
 from sandbox.placement import Room
 from sandbox.quotas import Ledger
 from sandbox.serving import Bind
-from sandbox.tokens import TOKEN, TOKEN_FILE, Quota, fresh_token, read_access, read_token
+from sandbox.tokens import TOKEN, TOKEN_FILE, Quota, fresh_token, own_token, read_access, read_token
 
 
 def access_file(path: Path, **changes: object) -> tuple[Path, str]:
@@ -199,3 +201,49 @@ def test_the_audit_log_has_the_digest_of_a_command_and_not_the_command() -> None
     fields = asked({"op": "run", "box": "n.1", "command": command}, b"secret")
     assert "secret" not in json.dumps(fields)
     assert fields == {"box": "n.1", "command": "exec", "digest": digest(command, b"secret"), "bytes_in": 6}
+
+
+@pytest.mark.parametrize("tail", [b'{"event": "ca', b"\0" * 40])
+def test_the_audit_log_goes_on_in_a_line_of_its_own(tmp_path: Path, tail: bytes) -> None:
+    path = tmp_path / "audit"
+    audit = Audit(path)
+    audit.write(event="first")
+    audit.close()
+    with path.open("ab") as file:
+        file.write(tail)
+    audit = Audit(path)
+    audit.write(event="second")
+    audit.write(event="third")
+    audit.close()
+    lines = path.read_bytes().splitlines()
+    assert lines[1] == tail
+    assert [json.loads(line)["event"] for line in (lines[0], *lines[2:])] == ["first", "second", "third"]
+
+
+def test_a_line_that_a_full_disk_cut_off_takes_no_other_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    audit, write = Audit(tmp_path / "audit"), os.write
+    audit.write(event="first")
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:9]))
+    audit.write(event="cut")
+    monkeypatch.undo()
+    audit.write(event="second")
+    audit.close()
+    lines = (tmp_path / "audit").read_text().splitlines()
+    assert [json.loads(line)["event"] for line in (lines[0], lines[2])] == ["first", "second"]
+    assert "cannot be written: the disk is full" in caplog.text
+
+
+def test_two_who_make_a_token_at_once_have_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, make, others = tmp_path / "token", tokens.fresh_token, list[str]()
+
+    def slow() -> tuple[str, str]:
+        if not others:
+            others.append("")
+            others[0] = own_token(path)
+        return make()
+
+    monkeypatch.setattr(tokens, "fresh_token", slow)
+    assert own_token(path) == others[0]
+    assert [file.name for file in tmp_path.iterdir()] == ["token"]

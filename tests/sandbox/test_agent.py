@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -24,17 +25,21 @@ from sandbox.toolkit import build
 from sandbox.types import Limits
 
 ROOT = Path(__file__).parents[2]
+LINUX32 = 8
+"""A personality in which the machine has another name."""
+
 UID = 61000  # not that of sandboxes: users are the machine's here
 
 
 class Agent:
     """A running agent and a channel to it."""
 
-    def __init__(self, uid: int | None, folder: Path, env: Mapping[str, str] | None = None):
+    def __init__(self, uid: int | None, folder: Path, env: Mapping[str, str] | None = None, machine: int = 0):
         config = {"uid": uid, "rlimits": {"NOFILE": 64}, "seccomp": seccomp.program()}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "sandbox.agent.agent", json.dumps(config)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=env,
+            preexec_fn=lambda: ctypes.CDLL(None).personality(machine),
         )  # fmt: skip
         self.uid, self.folder, self.number = uid, str(folder), 0
 
@@ -165,6 +170,70 @@ def test_what_cannot_be_done(agent: Agent) -> None:
     assert b"unknown operation" in agent.run("dance")[1]
     assert b"No such file" in agent.run("exec", argv=["no-such-program"])[1]
     assert b"No such file" in agent.run("exec", argv=["true"], cwd="/none")[1]
+
+
+def test_a_program_starts_as_it_expects_to(agent: Agent) -> None:
+    lines = "^(Uid|Groups|Umask|SigBlk|Cap(Inh|Prm|Eff|Amb)|NoNewPrivs|Seccomp):"
+    shown = (
+        f"grep -E '{lines}' /proc/self/status; ls /proc/self/fd; cat /proc/self/oom_score_adj; ulimit -n; pwd"
+    )
+    output = agent.run("exec", argv=["sh", "-c", shown], env={"LC_ALL": "C"})[1].decode().split("\n")
+    said = {name: words.split() for name, _, words in (line.partition(":\t") for line in output[:10])}
+    uid = str(agent.uid if agent.uid is not None else os.getuid())
+    assert said["Uid"] == [uid] * 4 and said["Umask"] == ["0022"]
+    assert said["SigBlk"] == ["0" * 16]
+    assert said["NoNewPrivs"] == ["1"] and said["Seccomp"] == ["2"]
+    if agent.uid is not None:
+        assert said["Groups"] == [] and all(
+            int(said[f"Cap{kind}"][0], 16) == 0 for kind in ("Inh", "Prm", "Eff")
+        )
+    assert output[10:] == ["0", "1", "2", "3", "1000", "64", agent.folder, ""]  # 3 is the listing's own
+
+
+def test_what_does_not_start_says_why(agent: Agent) -> None:
+    (Path(agent.folder) / "data").write_text("no program")
+    locked = Path(agent.folder) / "locked"
+    locked.mkdir(mode=0o700)
+    for argv, cwd, why in (
+        (["none"], "/", b"FileNotFoundError: [Errno 2] No such file or directory: 'none'\n"),
+        (["data/none"], agent.folder, b"NotADirectoryError: [Errno 20] Not a directory: 'data/none'\n"),
+        ([agent.folder + "/data"], "/", b"PermissionError: [Errno 13] Permission denied: '%s/data'\n"),
+        (["true"], "/none", b"FileNotFoundError: [Errno 2] No such file or directory: '/none'\n"),
+    ):
+        header, output = agent.run("exec", argv=argv, cwd=cwd)
+        assert (header["exit_code"], output) == (127, why.replace(b"%s", agent.folder.encode()))
+    if agent.uid is not None:  # it is the user of the command who may not enter
+        assert b"Permission denied" in agent.run("exec", argv=["true"], cwd=str(locked))[1]
+    many = agent.run("exec", argv=["none" * 2000], env={"PATH": ":".join("abcdefghijklmnopqrstu" * 20)})
+    assert many[0]["exit_code"] == 127 and b"File name too long" in many[1]
+    for code in (126, 127, 255):
+        header, output = agent.run("exec", argv=["sh", "-c", f"exit {code}"])
+        assert (header["exit_code"], output) == (code, b"")
+
+
+@pytest.mark.parametrize("word", ["é😀", "\udcff", "x" * 100_000], ids=["text", "no text", "long"])
+def test_words_of_any_kind_reach_a_program(agent: Agent, word: str) -> None:
+    header, output = agent.run("exec", argv=["printf", "%s", word], limit=1 << 20)
+    assert (header["exit_code"], output) == (0, word.encode(errors="surrogateescape"))
+
+
+def test_a_keeper_is_spared_when_memory_ends_and_its_command_is_not(agent: Agent) -> None:
+    assert agent.run("exec", argv=["true"])[0]["exit_code"] == 0  # it has begun
+    before = Path(f"/proc/{agent.process.pid}/oom_score_adj").read_text()
+    assert (before == "1000\n") == (agent.uid is None)  # with one user all have one place in the order
+    for _ in range(3):
+        assert agent.run("exec", argv=["sh", "-c", "cat /proc/$PPID/oom_score_adj"])[1].decode() == before
+        assert agent.run("exec", argv=["cat", "/proc/self/oom_score_adj"])[1] == b"1000\n"
+
+
+def test_where_the_machine_code_is_not_known_programs_are_forks(tmp_path: Path) -> None:
+    agent = Agent(None, tmp_path, machine=LINUX32)
+    with agent.process:
+        assert agent.run("exec", argv=["uname", "-m"])[1] == b"i686\n"
+        assert b"No such file" in agent.run("exec", argv=["none"])[1]
+        header, output = agent.run("exec", b"in", argv=["sh", "-c", "cat; exit 3"])
+        assert (header["exit_code"], output) == (3, b"in")
+        agent.process.terminate()
 
 
 def test_users_and_files_of_python(agent: Agent) -> None:

@@ -137,6 +137,20 @@ async def test_a_cancelled_caller_kills_its_command(box: RemoteBox) -> None:
         await asyncio.sleep(0.02)
 
 
+async def test_commands_that_are_cancelled_take_nothing_of_others_along(box: RemoteBox) -> None:
+    for number in range(3):
+        await box.write_file("/workspace/kept", b"data")
+        calls = ["sleep 600 & sleep 600", "sleep 600"]
+        cancelled = [asyncio.create_task(box.exec(call)) for call in calls]
+        others = [asyncio.create_task(box.exec(f"sleep 0.2; exit {n}")) for n in range(40)]
+        await box.exec("true")
+        for task in cancelled:
+            task.cancel()
+        await asyncio.wait(cancelled)
+        assert [(await other).exit_code for other in others] == [*range(40)], f"round {number}"
+        assert (await box.exec(["cat", "/workspace/kept"])).stdout == b"data", f"round {number}"
+
+
 async def test_output_is_cut_in_the_middle(box: RemoteBox) -> None:
     result = await box.exec("echo head; head -c 20000000 /dev/zero; echo tail", output_limit=1000)
     assert result.exit_code == 0 and result.truncated
@@ -149,6 +163,13 @@ async def test_a_gigabyte_of_output(box: RemoteBox) -> None:
     result = await box.exec("head -c 1000000000 /dev/zero", timeout_s=120)
     assert result.exit_code == 0 and result.truncated
     assert len(result.stdout) < (1 << 20) + 128
+
+
+async def test_output_of_a_quarter_of_the_memory(box: RemoteBox) -> None:
+    result = await box.exec("head -c 300000000 /dev/zero; echo tail", output_limit=32 << 20, timeout_s=60)
+    assert (result.exit_code, result.truncated) == (0, True)
+    assert (32 << 20) <= len(result.stdout) < (32 << 20) + 128
+    assert result.stdout.endswith(b"tail\n")
 
 
 async def test_input_that_nobody_reads(box: RemoteBox) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -27,12 +27,13 @@ from sandbox.errors import (
 )
 from sandbox.types import Limits, SandboxSpec
 
+Alive = Callable[[Iterable[psutil.Process]], list[psutil.Process]]
 ROOT = str(Path(__file__).parents[2])
 SMALL = SandboxSpec(limits=Limits(memory_bytes=64 << 20))
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Iterator[Path]:
+def own(tmp_path: Path, alive: Alive) -> Iterator[Path]:
     """A state folder of this test alone; its node is ended, and must leave no process."""
     yield tmp_path
     for process in nodes(tmp_path):
@@ -54,17 +55,6 @@ def nodes(state_dir: Path) -> list[psutil.Process]:
 def processes(node_pid: int) -> list[psutil.Process]:
     node = psutil.Process(node_pid)
     return [node, *node.children(recursive=True)]
-
-
-def lives(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # it ended between the two
-        return False
-
-
-def alive(tree: list[psutil.Process]) -> list[psutil.Process]:
-    return [process for process in tree if lives(process)]
 
 
 def wait(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
@@ -112,7 +102,7 @@ async def connect(state_dir: Path, owner: str = "me", **options: float) -> Fleet
     return await Fleet.connect("local", backend="bubblewrap", state_dir=state_dir, owner=owner, **options)
 
 
-async def test_a_killed_client_leaves_nothing_once_its_lease_ends(own: Path) -> None:
+async def test_a_killed_client_leaves_nothing_once_its_lease_ends(own: Path, alive: Alive) -> None:
     body = """
     boxes = [await fleet.create(spec) for _ in range(2)]
     commands = [asyncio.create_task(box.exec("setsid sleep 999 & sleep 999")) for box in boxes]
@@ -185,7 +175,7 @@ async def test_reclaim_without_a_node(tmp_path: Path) -> None:
     assert (await Fleet.reclaim(tmp_path / "none")).total == 0
 
 
-async def test_a_killed_node_takes_everything_along(own: Path) -> None:
+async def test_a_killed_node_takes_everything_along(own: Path, alive: Alive) -> None:
     async with await connect(own) as fleet:
         boxes = [await fleet.create(SMALL) for _ in range(2)]
         running = asyncio.create_task(boxes[0].exec("setsid sleep 999 & sleep 999"))
@@ -265,7 +255,7 @@ async def test_a_sandbox_that_nobody_uses_ends(own: Path) -> None:
             await box.exec("true")
 
 
-async def test_a_stopped_agent_is_found_out(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stopped_agent_is_found_out(own: Path, monkeypatch: pytest.MonkeyPatch, alive: Alive) -> None:
     async with await connect(own) as fleet:
         box = await fleet.create(SMALL)
         tree = processes(fleet.node_pid)

@@ -113,6 +113,8 @@ async def test_an_engine_that_dies_in_the_middle(engine: Engine, tmp_path: Path)
         ).oom  # its groups are where it was told to have them
         with pytest.raises(PolicyError, match="no image 'no-such-image'"):
             await fleet.create(SandboxSpec(image="no-such-image"))
+        with pytest.raises(PolicyError, match="is not the name of an image"):
+            await fleet.create(SandboxSpec(image="../../etc"))
         running = asyncio.create_task(box.exec("read line; echo $line", stdin=b"through\n"))
         await asyncio.to_thread(engine.kill)
         assert (await running).stdout == b"through\n"

@@ -216,6 +216,12 @@ async def test_nested_quotas(cluster: Cluster) -> None:
             await fleet.create(SMALL)
 
 
+@pytest.mark.parametrize("name", ["a\x1b[2J", "a\nb", "a\u202eb", "\ud800"])
+async def test_an_owner_cannot_speak_to_an_operator_s_terminal(cluster: Cluster, name: str) -> None:
+    with pytest.raises(PolicyError, match="printable"):
+        await cluster.connect(name)
+
+
 async def test_a_draining_node_gets_nothing_and_keeps_what_it_has(cluster: Cluster, fleet: Fleet) -> None:
     there = await fleet.create(SandboxSpec(limits=SMALL.limits, labels={"node.zone": "one"}))
     drain = cluster.command("drain", "one", "--url", cluster.urls["front"])

@@ -46,7 +46,7 @@ async def test_a_call_brings_all_it_needs(fleet: Fleet) -> None:
 
 async def test_streams_limits_and_what_a_worker_says(worker: RemoteBox) -> None:
     assert (await worker.exec("echo $X; pwd; id -u", env={"X": "y"})).stdout.startswith(b"y\n/workspace\n1")
-    result = await worker.exec("echo one; sleep 60", timeout_s=0.5)
+    result = await worker.exec("echo one; sleep 60", timeout_s=3)
     assert (result.timed_out, result.exit_code, result.stdout) == (True, None, b"one\n")
     result = await worker.python("x = bytearray(400 << 20)")
     assert (result.exit_code, result.oom) == (137, True)
@@ -105,7 +105,9 @@ async def test_what_a_killed_call_started_is_gone_too(worker: RemoteBox) -> None
     await asyncio.sleep(0.3)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    assert (await worker.python(LOOK)).stdout == b"[]\n"
+    async with asyncio.timeout(30):  # nobody waits for a call that was given up, and calls share the loopback
+        while (await worker.python(LOOK)).stdout != b"[]\n":  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
 
 
 async def test_a_fork_storm_ends_with_its_call(worker: RemoteBox) -> None:

@@ -259,3 +259,14 @@ async def test_the_channel_of_a_container_takes_no_second_caller(state_dir: Path
         assert b"ConnectionRefusedError" in await says(box, source)
         assert not [*(state_dir / "channels").iterdir()]
         assert (await box.exec("echo still")).stdout == b"still\n"
+
+
+@pytest.mark.docker
+async def test_a_container_has_a_loopback_by_name_and_nothing_of_the_machine(state_dir: Path) -> None:
+    look = (
+        "import socket; server = socket.create_server(('127.0.0.1', 0)); port = server.getsockname()[1];"
+        "socket.create_connection(('localhost', port));"
+        "print([name for _, name in socket.if_nameindex()], open('/etc/resolv.conf').read())"
+    )
+    async with await Fleet.connect(backend="docker", state_dir=state_dir, owner="loopback") as fleet:
+        assert await says(await fleet.create(SandboxSpec()), look) == b"['lo'] \n"

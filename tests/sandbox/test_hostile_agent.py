@@ -11,6 +11,7 @@ import pytest
 
 from sandbox.channel import Header, encode, read_frame
 from sandbox.errors import LostError, ProtocolError
+from sandbox.frames import FrameProtocol
 from sandbox.resident import Resident, check_result
 
 GOOD: Header = {
@@ -29,13 +30,15 @@ class Liar:
 
     async def __aenter__(self) -> Resident:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        reader, self._writer = await asyncio.open_connection(*self._server.sockets[0].getsockname())
-        self.resident = Resident(reader, self._writer, self._kill, late_s=self._late_s)
+        address = self._server.sockets[0].getsockname()
+        loop = asyncio.get_running_loop()
+        _, self._channel = await loop.create_connection(FrameProtocol, *address)
+        self.resident = Resident(self._channel, self._kill, late_s=self._late_s)
         return self.resident
 
     async def __aexit__(self, *_: object) -> None:
         await self.resident.close()
-        await self._writer.wait_closed()
+        await self._channel.wait_closed()
         await self._served.wait()
         self._server.close()
 
@@ -52,7 +55,7 @@ class Liar:
 
     async def _kill(self) -> None:
         self.killed += 1
-        self._writer.close()
+        self._channel.close()
 
 
 def reply(changes: Mapping[str, Any], body: bytes = b"") -> Callable[[Header], bytes]:

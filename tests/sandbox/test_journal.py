@@ -6,6 +6,7 @@ import os
 import shutil
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from sandbox.errors import InfrastructureError, JournalError, JournalMismatchErr
 from sandbox.journal import BUDGET, Journal
 from sandbox.journal_file import START, VERSION, encode, scan, version_of
 from sandbox.outcome import Outcome
+from sandbox.recovery import replay
 from sandbox.types import ExecResult
 
 GOLDEN = Path(__file__).parents[1] / "data/journals"
@@ -109,7 +111,12 @@ def test_every_torn_tail_is_cut_off(tmp_path: Path) -> None:
         again.close()
 
 
-@pytest.mark.parametrize("tail", [bytes(4000), encode({"kind": "rerun"})[:-1] + b"!", b"\0\0"])
+HALF = encode({"kind": "rerun", "seq": 1})[:30]
+
+
+@pytest.mark.parametrize(
+    "tail", [bytes(4000), encode({"kind": "rerun"})[:-1] + b"!", b"\0\0", HALF, HALF + bytes(4000)]
+)
 def test_a_tail_half_on_disk_is_torn(tmp_path: Path, tail: bytes) -> None:
     filled(tmp_path / "j").close()
     with (tmp_path / "j").open("ab") as file:
@@ -130,6 +137,43 @@ def test_damage_in_the_middle_is_an_error_and_stays(tmp_path: Path) -> None:
         with pytest.raises(JournalError, match=f"damaged at byte {second.offset}"):
             Journal.open(tmp_path / "j")
         assert (tmp_path / "j").read_bytes() == bad
+
+
+@pytest.mark.parametrize("place", range(8))
+def test_a_length_that_lies_in_the_middle_loses_nothing(tmp_path: Path, place: int) -> None:
+    """It says that the record goes on beyond the end of the file, as a torn one does; whole ones follow."""
+    filled(tmp_path / "j").close()
+    second = list(scan(tmp_path / "j"))[1]
+    bad = bytearray((tmp_path / "j").read_bytes())
+    bad[second.offset + place] ^= 0x40
+    (tmp_path / "j").write_bytes(bad)
+    with pytest.raises(JournalError, match=f"damaged at byte {second.offset}"):
+        Journal.open(tmp_path / "j")
+    assert (tmp_path / "j").read_bytes() == bad
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        encode({"kind": "result", "seq": 99}), encode({"kind": "intent"}), encode({"no": 1}),
+        encode({"kind": "generation"}), encode({"kind": "rerun", "seq": []}),
+    ],
+)  # fmt: skip
+def test_a_record_that_is_none_is_an_error(tmp_path: Path, record: bytes) -> None:
+    filled(tmp_path / "j").close()
+    with (tmp_path / "j").open("ab") as file:
+        file.write(record)
+    with pytest.raises(JournalError, match="none of a journal"):
+        Journal.open(tmp_path / "j")
+
+
+def test_a_file_cut_under_an_open_journal_is_an_error(tmp_path: Path) -> None:
+    journal = filled(tmp_path / "j")
+    for size in (journal.entries[3].result + 20, journal.entries[3].result + 5, START):
+        os.truncate(tmp_path / "j", size)
+        with pytest.raises(JournalError, match="has changed at byte"):
+            journal.result(3)
+    journal.close()
 
 
 @pytest.mark.parametrize(
@@ -203,3 +247,41 @@ def test_journals_of_this_version_and_the_one_before_are_read(tmp_path: Path, ve
     journal.close()
     assert version_of(path.read_bytes(), path) == VERSION
     assert Journal.open(path).result(5) == RESULT
+
+
+def test_what_a_full_disk_took_of_a_record_is_not_left_behind_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, pwrite = filled(tmp_path / "j"), os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:4500], at))
+    with pytest.raises(JournalError, match="cannot be written: the disk is full"):
+        journal.intend(COMMAND, bytes(4000) + b"x" * 2000, idempotent=False)
+    monkeypatch.undo()
+    journal.fail(journal.intend(COMMAND, b"", idempotent=False), RefusedError("later", "busy"))
+    journal.close()
+    journal = Journal.open(tmp_path / "j")
+    assert (journal.last, journal.torn) == (4, 0)
+    journal.close()
+
+
+async def test_processes_have_their_numbers_again_after_a_start_that_did_not_run(
+    tmp_path: Path,
+) -> None:
+    journal = Journal.create(tmp_path / "j", HEAD)
+    start = {**COMMAND, "op": "start"}
+    journal.finish(journal.intend(start, b"", idempotent=False), RESULT)
+    journal.fail(journal.intend(start, b"", idempotent=False), RefusedError("no room", "processes"))
+    journal.intend(start, b"", idempotent=False)  # under way when the node was killed
+    journal.finish(journal.intend(COMMAND, b"", idempotent=False), RESULT)
+    journal.finish(journal.intend(start, b"", idempotent=False), RESULT)
+    numbers: list[int] = []
+    done: list[tuple[str, int]] = []
+
+    async def run(command: dict[str, Any], body: bytes) -> Outcome:
+        numbers.extend([1] * (command["op"] == "start"))
+        done.append((command["op"], len(numbers)))
+        return RESULT
+
+    replayed = await replay(journal, run, 0, lambda count: numbers.extend([0] * count))
+    assert done == [("start", 1), ("exec", 3), ("start", 4)] and replayed.commands == 3
+    journal.close()

@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from sandbox.client import Fleet
-from sandbox.errors import InfrastructureError, JournalError, LostError
+from sandbox.errors import InfrastructureError, JournalError, LostError, RefusedError
+from sandbox.journal_file import encode
 from sandbox.leases import FILE, LEASES, Lease, LeaseFile
 from sandbox.node import Owner
 from sandbox.types import Limits, SandboxSpec
@@ -74,6 +75,19 @@ async def test_what_stands_behind_damage_counts_as_expired(tmp_path: Path) -> No
     path.write_bytes(data)
     assert set(LeaseFile.open(tmp_path, "next").lost) == {"s1"}
     assert (tmp_path / f"{FILE}.damaged").read_bytes() == data
+
+
+@pytest.mark.parametrize(
+    "record", [{"no": 1}, {"kind": "held"}, {"kind": "held", "leases": [{"sandbox": "s9"}]}]
+)
+async def test_a_record_that_is_none_stops_no_node(tmp_path: Path, record: dict[str, object]) -> None:
+    leases = LeaseFile.open(tmp_path, "boot")
+    await leases.hold(lease(1))
+    await leases.close()
+    with (tmp_path / FILE).open("ab") as file:
+        file.write(encode(record))
+    assert set(LeaseFile.open(tmp_path, "next").lost) == {"s1"}
+    assert (tmp_path / f"{FILE}.damaged").exists()
 
 
 def test_another_version_is_refused(tmp_path: Path) -> None:
@@ -160,6 +174,23 @@ async def test_a_group_outlives_the_node_whole(own: Path) -> None:
     async with await connect(own) as fleet:
         again = await fleet.claim(SMALL, 2, key="group")
         assert [box.id for box in again] == group and {box.generation for box in again} == {2}
+
+
+async def test_what_is_made_anew_counts_in_the_quota(own: Path) -> None:
+    """Sandboxes that ended by themselves do not come back beside as many others as the project may hold."""
+    share = {"project": "me", "quota": {"sandboxes": 1}, "elsewhere": []}
+    async with await connect(own) as fleet:
+        box = await fleet.create(SMALL)
+        await box.extend(0.2)
+        while await fleet.boxes():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        held = await fleet.create(SMALL)
+        again = {"op": "attach", "box": box.id, "replay": True, "shares": [share]}
+        with pytest.raises(RefusedError, match="quota of project me") as caught:
+            await fleet._connection.request(again)
+        assert caught.value.reason == "quota"
+        await held.close()
+        assert (await fleet._connection.request(again))[0]["generation"] == 2
 
 
 async def test_what_had_no_journal_is_lost_by_name(own: Path) -> None:

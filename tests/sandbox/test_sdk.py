@@ -72,7 +72,7 @@ async def test_leaving_a_stream_kills_its_command(box: RemoteBox) -> None:
         async for _ in stream:
             break
     look = "cat /proc/[0-9]*/cmdline | tr -d '\\0' | grep -c '[s]leep4251'"
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while (await box.exec(look)).stdout != b"0\n":
         assert time.monotonic() < deadline
 
@@ -296,24 +296,28 @@ async def test_pause_stops_the_clocks(fleet: Fleet, box: RemoteBox) -> None:
         with pytest.raises(PolicyError, match="pause"):
             await box.pause()
         return
+    began = time.monotonic()
     ticks = await box.start("while :; do echo x; sleep 0.02; done")
-    running = asyncio.create_task(box.exec("sleep 0.6; echo done", timeout_s=1.2))
+    running = asyncio.create_task(box.exec("while [ ! -e go ]; do sleep 0.05; done; echo done", timeout_s=4))
     await asyncio.sleep(0.2)
     await box.pause()
+    paused = time.monotonic()
     await box.pause()
     with pytest.raises(RefusedError, match="paused") as caught:
         await box.exec("true")
     assert caught.value.reason == "paused"
-    await asyncio.sleep(1.5)
+    await asyncio.sleep(4.5)
+    went_on = time.monotonic()
     await box.resume()
     await box.resume()
+    await box.write_file("/workspace/go", b"")
     result = await running
     assert (result.exit_code, result.stdout, result.timed_out) == (0, b"done\n", False)
-    assert (await ticks.logs()).end < 2 * 80
+    ticked = (await ticks.logs()).end / 2
+    assert ticked <= (paused - began + time.monotonic() - went_on) / 0.02 + 1
     await box.pause()
-    start = time.monotonic()
-    await box.close()
-    assert time.monotonic() - start < 4
+    async with asyncio.timeout(40):
+        await box.close()
 
 
 async def test_a_snapshot_starts_others(fleet: Fleet, box: RemoteBox) -> None:
@@ -365,9 +369,9 @@ async def test_forks_share_the_past_and_nothing_else(fleet: Fleet, box: RemoteBo
 
 
 async def test_extend(fleet: Fleet) -> None:
-    box = await fleet.create(replace(SPEC, ttl_s=0.8))
+    box = await fleet.create(replace(SPEC, ttl_s=3))
     await box.extend(60)
-    await asyncio.sleep(2)
+    await asyncio.sleep(4.5)
     assert (await box.exec("true")).exit_code == 0
     with pytest.raises(PolicyError, match="ttl_s"):
         await box.extend(0)

@@ -80,6 +80,46 @@ def test_a_declared_size_is_refused_before_it_is_read() -> None:
         list(read_archive(info.tobuf() + bytes(10240), LIMITS))
 
 
+def header(kind: bytes, size: int) -> bytes:
+    info = tarfile.TarInfo("x")
+    info.type, info.size = kind, size
+    return info.tobuf(tarfile.GNU_FORMAT)
+
+
+SAYS = (
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+)
+
+
+@pytest.mark.parametrize("kind", SAYS)
+def test_what_is_said_of_an_entry_is_short(kind: bytes) -> None:
+    """Compressed, hundreds of megabytes of it are a small archive; it would be read whole."""
+    for size in (2 << 20, 19 << 20, -512, -(1 << 40)):
+        archive = header(kind, size) + bytes(max(size, 0)) + bytes(10240)
+        with pytest.raises(UnsafeTreeError, match=r"says|cannot be read"):
+            list(read_archive(archive, LIMITS))
+
+
+@pytest.mark.parametrize(
+    "kind", [tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE, tarfile.GNUTYPE_SPARSE]
+)
+def test_a_size_below_nothing_is_refused(kind: bytes) -> None:
+    """Else the next entry is this one again, and again."""
+    with pytest.raises(UnsafeTreeError):
+        list(read_archive(tarfile.TarInfo("first").tobuf() + header(kind, -512) + bytes(10240), LIMITS))
+    with pytest.raises(UnsafeTreeError):
+        list(read_archive(tar(("x", {"pax_headers": {"size": "-512"}}, b"y" * 600)), LIMITS))
+
+
+def test_headers_of_headers_end() -> None:
+    with pytest.raises(UnsafeTreeError, match="cannot be read"):
+        list(read_archive(header(tarfile.XGLTYPE, 0) * 5000 + bytes(10240), LIMITS))
+
+
 def zipped(*members: tuple[str, bytes, int]) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import base64
+import json
 import re
+import socket
+import struct
 import subprocess
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +22,7 @@ from sandbox.verify import Case, FunctionTests, Plan, SuiteTests, seal
 from sandbox.verify.decoys import make
 from sandbox.verify.diff import Diff, _read, merge
 from sandbox.verify.flags import KINDS, of_commands, of_diff, of_run
-from sandbox.verify.inside.parent import same
+from sandbox.verify.inside.parent import Candidate, run_functions, same
 from sandbox.verify.inside.suite import equals_anything
 from sandbox.verify.plan import pattern
 from sandbox.verify.report import CaseResult
@@ -141,6 +146,45 @@ def test_tolerances_hold_for_numbers_only() -> None:
     assert not same(1, True, 0.0, 1.0)
     assert not same(1, float("nan"), 0.0, 1.0)
     assert same(float("inf"), float("inf"), 0.1, 0.0)
+    for infinite in (float("inf"), float("-inf")):
+        assert not any(same(infinite, given, 0.1, 1.0) for given in (0, 1e308, -infinite, float("nan")))
+    assert not same(1.0, 10**400, 0.1, 1.0) and not same(10**400, 1.0, 0.1, 1.0)
+
+
+FORGIVING = """
+def test_refuses(call, draw):
+    try:
+        call("f", -1)
+    except {caught}:
+        return
+    raise AssertionError("it took -1")
+"""
+
+
+@pytest.mark.parametrize("caught", ["Exception", "BaseException"])
+@pytest.mark.parametrize(("answers", "end"), [(1, "exit"), (2, "end")])
+def test_a_candidate_that_goes_away_has_raised_nothing(caught: str, answers: int, end: str) -> None:
+    """A checker that wants an exception, and takes any, is not content with a process that has ended."""
+    ours, theirs = socket.socketpair()
+    said = [{"loaded": True}, {"raised": "ValueError", "text": "below 0"}][:answers]
+
+    def answer() -> None:
+        with theirs:
+            for message in said:
+                theirs.recv(1 << 16)
+                data = json.dumps(message).encode()
+                theirs.sendall(struct.pack("!I", len(data)) + data)
+            if answers < 2:
+                theirs.recv(1 << 16)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    events: list[dict[str, str]] = []
+    checks = {"cases": [], "checker": FORGIVING.format(caught=caught), "checks": ["test_refuses"], "load": {}}
+    assert run_functions(Candidate(ours, 30.0, time.monotonic() + 30), checks, events) == end
+    assert [event["outcome"] for event in events] == ["pass" if end == "end" else "exit"]
+    thread.join()
+    ours.close()
 
 
 def test_what_equals_anything_is_found() -> None:

@@ -5,12 +5,22 @@ The input mix of the next site uses coefficients that are already known, so the 
 once.
 """
 
+import sys
+
+import torch
 from torch import Tensor
 
 from model.ops.dispatch import use_kernel
 from model.ops.hyper_boundary import reference
 
-__all__ = ["STREAMS", "hyper_boundary"]
+__all__ = [
+    "STREAMS",
+    "hyper_boundary",
+    "hyper_coefficients",
+    "hyper_input",
+    "hyper_update",
+    "refresh_projections",
+]
 
 STREAMS = reference.STREAMS
 
@@ -63,3 +73,59 @@ def hyper_boundary(
 
         return triton.hyper_boundary(*arguments, eps=eps)
     return reference.hyper_boundary(*arguments, eps=eps)
+
+
+def hyper_input(streams: Tensor, coefficients: Tensor, norm: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
+    """Input of a site: RMSNorm(sum_s A[s] streams[s]), and the streams' sums of squares.
+
+    Args:
+        streams: [T, 4, d] bf16.
+        coefficients: [T, 24] fp32 of the site before; its A is read.
+        norm: [d] weight of the site's norm.
+        eps: of the norm.
+
+    Returns:
+        [T, d], differentiable, and [T] fp32 for `hyper_coefficients`, without gradient.
+    """
+    if use_kernel("hyper_input", streams):
+        from model.ops.hyper_boundary.autograd import Input
+
+        return Input.apply(streams.contiguous(), coefficients, norm, eps)  # pyright: ignore[reportReturnType]
+    return reference.site_input(streams, coefficients, norm, eps)
+
+
+def hyper_update(
+    streams: Tensor, branch: Tensor, coefficients: Tensor, norm: Tensor, *, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Finish a site and make the input of the next: `hyper_boundary` without the next coefficients.
+
+    Returns:
+        streams' [T, 4, d] and the next input [T, d], differentiable, and the sums of squares [T] of streams'.
+    """
+    if use_kernel("hyper_update", streams):
+        from model.ops.hyper_boundary.autograd import Update
+
+        return Update.apply(  # pyright: ignore[reportReturnType]
+            streams.contiguous(), branch.contiguous(), coefficients.contiguous(), norm, eps
+        )
+    return reference.update(streams, branch, coefficients, norm, eps)
+
+
+def hyper_coefficients(
+    streams: Tensor, squares: Tensor, projection: Tensor, base: Tensor, scale: Tensor
+) -> Tensor:
+    """Coefficients [T, 24] fp32 of a site from streams [T, 4, d] with sums of squares [T]; differentiable."""
+    if use_kernel("hyper_coefficients", streams):
+        from model.ops.hyper_boundary import triton
+        from model.ops.hyper_boundary.autograd import Coefficients
+
+        if not torch.is_grad_enabled():
+            return triton.coefficients(streams, squares, triton.split_of(projection), base, scale)
+        return Coefficients.apply(streams, squares, projection, base, scale)  # pyright: ignore[reportReturnType]
+    return reference.coefficients(streams, projection, base, scale)
+
+
+def refresh_projections() -> None:
+    """Bring what kernels keep of projections up to date, before a captured graph is replayed."""
+    if (triton := sys.modules.get("model.ops.hyper_boundary.triton")) is not None:
+        triton.refresh_projections()

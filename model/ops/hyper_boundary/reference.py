@@ -36,6 +36,24 @@ def sinkhorn(logits: Tensor) -> Tensor:
     return mix
 
 
+def site_input(streams: Tensor, coefficient: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `model.ops.hyper_boundary.hyper_input`."""
+    x = torch.einsum("ts,tsd->td", coefficient[:, :STREAMS].float(), streams.float())
+    x = x.to(streams.dtype).float()
+    normed = x * torch.rsqrt(x.square().mean(1, keepdim=True) + eps) * norm.float()
+    return normed.to(streams.dtype), streams.detach().float().square().sum((1, 2))
+
+
+def update(
+    streams: Tensor, branch: Tensor, coefficient: Tensor, norm: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `model.ops.hyper_boundary.hyper_update`."""
+    _, c, mix = coefficient.float().split([STREAMS, STREAMS, STREAMS * STREAMS], 1)
+    mixed = torch.einsum("tio,tid->tod", mix.unflatten(1, (STREAMS, STREAMS)), streams.float())
+    updated = (c[:, :, None] * branch.float()[:, None] + mixed).to(streams.dtype)
+    return updated, *site_input(updated, coefficient, norm, eps)
+
+
 def hyper_boundary(
     streams: Tensor,
     branch: Tensor,
@@ -48,9 +66,5 @@ def hyper_boundary(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `model.ops.hyper_boundary.hyper_boundary`."""
-    a, c, mix = coefficient.float().split([STREAMS, STREAMS, STREAMS * STREAMS], 1)
-    mixed = torch.einsum("tio,tid->tod", mix.unflatten(1, (STREAMS, STREAMS)), streams.float())
-    updated = (c[:, :, None] * branch.float()[:, None] + mixed).to(streams.dtype)
-    x = torch.einsum("ts,tsd->td", a, updated.float()).to(streams.dtype).float()
-    normed = x * torch.rsqrt(x.square().mean(1, keepdim=True) + eps) * norm.float()
-    return updated, normed.to(streams.dtype), coefficients(updated, projection, base, scale)
+    updated, normed, _ = update(streams, branch, coefficient, norm, eps)
+    return updated, normed, coefficients(updated, projection, base, scale)

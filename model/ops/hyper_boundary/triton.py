@@ -12,10 +12,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from model.ops.tile import operand, round_bf16
 
 _LOGITS = 32
+# With no more rows than these, the parts of a projection's sum are programs of their own.
+_FEW_ROWS = 512
 
 
 @triton.jit
@@ -86,35 +89,8 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _coefficients(
-    streams,
-    squares,
-    projection,
-    base,
-    scale,
-    logits,
-    out,
-    count,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
-    """Projection, then gates and Sinkhorn rounds.
-
-    Columns 0-31 and 32-63 of the projection are the high and low parts of the weight.
-
-    The sums of squares come from the caller: Triton 3.6 races when a pipelined operand of a dot is used in
-    other arithmetic too, and a second load would not be pipelined.
-    """
-    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.minimum(t, count - 1).to(tl.int64)[:, None]
-    n = tl.arange(0, 64)[None, :]
-    acc = tl.zeros((BLOCK, 64), tl.float32)
-    for k in tl.range(0, K, DEPTH):
-        c = k + tl.arange(0, DEPTH)
-        x = operand(tl.load(streams + row * K + c[None, :]))
-        acc = tl.dot(x, operand(tl.load(projection + c[:, None] * 64 + n)), acc)
-    square = tl.load(squares + t, mask=t < count, other=1.0)
+def _finish(acc, square, base, scale, logits, out, t, count, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Gates and Sinkhorn rounds from the projection [BLOCK, 64] of streams with sums of squares `square`."""
     m = tl.sum(tl.reshape(acc, (BLOCK, 2, 32)), 1) * tl.rsqrt(square * (1.0 / K) + 1e-20)[:, None]
     j = tl.arange(0, 32)[None, :]
     factor = tl.load(scale + tl.minimum(j // 4, 2))
@@ -138,6 +114,62 @@ def _coefficients(
     tl.store(out + t3 * 24 + 8 + entry, mix, mask=inside)
 
 
+@triton.jit
+def _coefficients(
+    streams,
+    squares,
+    projection,
+    base,
+    scale,
+    logits,
+    out,
+    partial,
+    counters,
+    count,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
+    """Projection, then gates and Sinkhorn rounds.
+
+    Columns 0-31 and 32-63 of the projection are the high and low parts of the weight. The sum over K is cut
+    into PARTS, which with few rows are programs of their own: the last to arrive adds them up in order.
+
+    The sums of squares come from the caller: Triton 3.6 races when a pipelined operand of a dot is used in
+    other arithmetic too, and a second load would not be pipelined.
+    """
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.minimum(t, count - 1).to(tl.int64)[:, None]
+    n = tl.arange(0, 64)[None, :]
+    PART: tl.constexpr = K // PARTS
+    total = tl.zeros((BLOCK, 64), tl.float32)
+    first = tl.program_id(1)
+    for p in tl.range(first, (PARTS if TOGETHER else first + 1)):
+        acc = tl.zeros((BLOCK, 64), tl.float32)
+        for k in tl.range(0, PART, DEPTH):
+            c = p * PART + k + tl.arange(0, DEPTH)
+            x = operand(tl.load(streams + row * K + c[None, :]))
+            acc = tl.dot(x, operand(tl.load(projection + c[:, None] * 64 + n)), acc)
+        total += acc
+    square = tl.load(squares + t, mask=t < count, other=1.0)
+    if TOGETHER:
+        _finish(total, square, base, scale, logits, out, t, count, K, BLOCK)
+    else:
+        at = tl.program_id(0).to(tl.int64) * (PARTS * BLOCK * 64)
+        tile = at + tl.arange(0, BLOCK)[:, None] * 64 + n
+        tl.store(partial + tile + first * (BLOCK * 64), total)
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counters + tl.program_id(0), 1)
+        if arrived == PARTS - 1:
+            total = tl.zeros((BLOCK, 64), tl.float32)
+            for p in tl.range(0, PARTS):
+                total += tl.load(partial + tile + p * (BLOCK * 64), cache_modifier=".cg")
+            tl.store(counters + tl.program_id(0), 0)
+            _finish(total, square, base, scale, logits, out, t, count, K, BLOCK)
+
+
 def split_projection(projection: Tensor) -> Tensor:
     """[24, K] fp32 -> [K, 64] bf16: high parts in columns 0-23, low parts in columns 32-55."""
     high = projection.to(torch.bfloat16)
@@ -145,6 +177,27 @@ def split_projection(projection: Tensor) -> Tensor:
     parts[:, 0, :24] = high.T
     parts[:, 1, :24] = (projection - high.float()).T
     return parts.view(-1, 64)
+
+
+_splits: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def split_of(projection: Tensor) -> Tensor:
+    """`split_projection`, kept until the projection changes; always the same buffer."""
+    version = projection._version
+    known = _splits.get(projection)
+    if known is None or known[0] != version:
+        with torch.inference_mode(False), torch.no_grad():
+            fresh = split_projection(projection)
+            _splits[projection] = (version, fresh if known is None else known[1].copy_(fresh))
+    return _splits[projection][1]
+
+
+def refresh_projections() -> None:
+    """Bring every kept split up to date: captured graphs read the buffers."""
+    with torch.no_grad():
+        for projection in list(_splits):
+            split_of(projection)
 
 
 def coefficients(streams: Tensor, squares: Tensor, projection: Tensor, base: Tensor, scale: Tensor) -> Tensor:
@@ -155,10 +208,18 @@ def coefficients(streams: Tensor, squares: Tensor, projection: Tensor, base: Ten
     count = len(streams)
     depth = streams[0].numel()
     step = min(128, depth & -depth)
+    parts = 1
+    while parts < 8 and depth % (2 * parts * step) == 0:
+        parts *= 2
     out = torch.empty((count, 24), dtype=torch.float32, device=streams.device)
     logits = torch.empty((count, _LOGITS), dtype=torch.float32, device=streams.device)
     block = 64
-    _coefficients[(triton.cdiv(count, block),)](
+    blocks = triton.cdiv(count, block)
+    together = parts == 1 or count > _FEW_ROWS
+    partial = logits if together else torch.empty(
+        (blocks, parts, block, 64), dtype=torch.float32, device=streams.device
+    )  # fmt: skip
+    _coefficients[(blocks, 1 if together else parts)](
         streams,
         squares,
         projection,
@@ -166,14 +227,28 @@ def coefficients(streams: Tensor, squares: Tensor, projection: Tensor, base: Ten
         scale,
         logits,
         out,
+        partial,
+        logits if together else _counters(streams.device),
         count,
         K=depth,
         BLOCK=block,
         DEPTH=step,
+        PARTS=parts,
+        TOGETHER=together,
         num_warps=4,
         num_stages=4,
     )
     return out
+
+
+_arrivals: dict[torch.device, Tensor] = {}
+
+
+def _counters(device: torch.device) -> Tensor:
+    """Zeros that a kernel counts in and leaves zero: one a device, as kernels of a stream take turns."""
+    if device not in _arrivals:
+        _arrivals[device] = torch.zeros(_FEW_ROWS, dtype=torch.int32, device=device)
+    return _arrivals[device]
 
 
 def update(

@@ -9,7 +9,7 @@ from torch import Tensor
 from model.ops.dispatch import use_kernel
 from model.ops.indexer import reference
 
-__all__ = ["index_topk"]
+__all__ = ["index_scores", "index_topk"]
 
 
 def index_topk(
@@ -40,3 +40,13 @@ def index_topk(
 
         return triton.index_topk(query, keys, weights, k, begins=begins, ends=ends)
     return reference.index_topk(query, keys, weights, k, begins=begins, ends=ends)
+
+
+def index_scores(query: Tensor, keys: Tensor, weights: Tensor, *, begins: Tensor, ends: Tensor) -> Tensor:
+    """The scores [T, S] fp32 that `index_topk` chooses by; undefined for keys a query does not see."""
+    if use_kernel("index_scores", query):
+        from model.ops.indexer import triton
+
+        arguments = (query.contiguous(), keys.contiguous(), weights.contiguous())
+        return triton.index_scores(*arguments, begins=begins, ends=ends)
+    return reference.index_scores(query, keys, weights)

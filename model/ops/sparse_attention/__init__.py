@@ -4,6 +4,9 @@ Entries are gathered in bf16 (unpacked once per group of layers); scores never l
 recomputes them from the log-sum-exp and is deterministic.
 """
 
+from dataclasses import dataclass, field
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,7 +14,7 @@ from model.ops.dispatch import use_kernel
 from model.ops.sparse_attention import reference
 from model.ops.sparse_attention.inverse import InverseIndex, invert
 
-__all__ = ["InverseIndex", "invert", "sparse_attention"]
+__all__ = ["InverseIndex", "Selected", "invert", "sparse_attention", "table_attention"]
 
 WINDOW_SIZE = 128
 
@@ -75,6 +78,47 @@ def sparse_attention(
         query, entries, indices, window, first, rows, sink, scale=scale, window_size=window_size
     )
     return out, lse.detach()
+
+
+@dataclass(slots=True)
+class Selected:
+    """What each query attends to in a table of entries followed by window rows; layers share it."""
+
+    entries: int
+    """Rows of the table before the window's."""
+    indices: Tensor
+    """[T, K] int32 rows of entries, -1 at the end."""
+    first: Tensor
+    """[T] int32 first visible window row, counted from the window's first."""
+    last: Tensor
+    """[T] int32 the query's own window row."""
+    window_size: int = WINDOW_SIZE
+    rows: Any = field(default=None, repr=False)
+    """What the kernel derives from it, once."""
+
+
+def table_attention(
+    query: Tensor, table: Tensor, selected: Selected, sink: Tensor, *, scale: float, exact: bool = False
+) -> Tensor:
+    """`sparse_attention` without gradient over a `table` [entries + window, D]: [T, H, D]."""
+    if use_kernel("table_attention", query):
+        from model.ops.sparse_attention import gluon, triton
+
+        if selected.rows is None:
+            selected.rows = triton.joint_rows(
+                selected.indices,
+                selected.first,
+                selected.last,
+                entries=selected.entries,
+                window_size=selected.window_size,
+                width=query.shape[2],
+            )
+        if gluon.supports(query, selected.rows) and not exact:
+            return gluon.forward(query, table, selected.rows, sink, scale=scale)[0]
+        return triton.forward(query, table, selected.rows, sink, scale=scale, exact=exact)[0]
+    entries, window = table[: selected.entries], table[selected.entries :]
+    where = (selected.indices, window, selected.first, selected.last)
+    return reference.forward(query, entries, *where, sink, scale=scale, window_size=selected.window_size)[0]
 
 
 def _check(

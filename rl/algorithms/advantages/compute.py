@@ -99,15 +99,29 @@ def _estimate(
         raise AlgorithmError(f"advantage {config.advantage!r} weighs by length; pass the lengths")
     if "groups" in parameters:
         extra = {"lengths": lengths} if "lengths" in parameters else {}
-        return estimator(values, groups=owner, **extra, **settings) if len(values) else values
+        if not len(values):
+            return values
+        return _one_each(config, estimator(values, groups=owner, **extra, **settings), len(values))
     out = np.zeros_like(values)
     for group in np.unique(owner):
         members = owner == group
         if needs_group(estimator) and np.ptp(values[members]) == 0:
             continue
         extra = {"lengths": lengths[members]} if lengths is not None and "lengths" in parameters else {}
-        out[members] = estimator(values[members], **extra, **settings)
+        found = estimator(values[members], **extra, **settings)
+        out[members] = _one_each(config, found, int(members.sum()))
     return out
+
+
+def _one_each(config: AlgorithmConfig, found: object, count: int) -> np.ndarray:
+    """What an estimator returned, refused when it would be broadcast over the members."""
+    shape = np.shape(found)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    if shape != (count,):
+        raise AlgorithmError(
+            f"advantage {config.advantage!r} returned the shape {shape} for {count} rewards; it returns one "
+            "number for each"
+        )
+    return np.asarray(found, dtype=np.float64)
 
 
 def _group_indices(groups: Sequence[Hashable] | None, count: int) -> np.ndarray:

@@ -15,7 +15,7 @@ from rl.algorithms.registry import Registry
 
 Estimator = Callable[..., np.ndarray]
 
-ADVANTAGES: Registry[Estimator] = Registry("advantage")
+ADVANTAGES: Registry[Estimator] = Registry("advantage", "rewards", ("lengths", "groups"))
 
 
 def standalone(estimator: Estimator) -> Estimator:

@@ -9,7 +9,7 @@ from torch import Tensor
 from rl.algorithms.records import LossInputs, LossOutputs
 from rl.algorithms.registry import Registry
 
-LOSSES: Registry[Callable[..., LossOutputs]] = Registry("loss")
+LOSSES: Registry[Callable[..., LossOutputs]] = Registry("loss", "inputs")
 
 
 def clip_metrics(inputs: LossInputs, ratio: Tensor, low: float, high: float) -> dict[str, Tensor]:

@@ -18,8 +18,10 @@ _ADDRESS = frozenset(b"abcdefABCDEF:.") | _DIGITS
 _PATH = frozenset(range(0x21, 0x7F)) - {0x23}
 _HOP = frozenset(
     (b"connection", b"proxy-connection", b"keep-alive", b"proxy-authorization", b"proxy-authenticate", b"te",
-     b"trailer", b"transfer-encoding", b"upgrade", b"host", b"content-length", b"expect")
+     b"trailer", b"transfer-encoding", b"upgrade", b"host", b"content-length", b"expect",
+     b"x-http-method-override", b"x-http-method", b"x-method-override")
 )  # fmt: skip
+"""What is not passed on: of one connection, written anew, or the name of another method than was judged."""
 
 
 class Refused(Exception):
@@ -131,8 +133,9 @@ def _values(fields: list[tuple[bytes, bytes]], name: bytes) -> list[bytes]:
 
 def _passed_on(fields: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     named = b",".join(_values(fields, b"connection")).lower()
-    hop = _HOP | {word.strip() for word in named.split(b",")}
-    return [(name, value) for name, value in fields if name.lower() not in hop]
+    hop = _HOP | {word.strip().replace(b"_", b"-") for word in named.split(b",")}
+    # Many servers take `_` in a name for `-`.
+    return [(name, value) for name, value in fields if name.lower().replace(b"_", b"-") not in hop]
 
 
 def _length(method: bytes, fields: list[tuple[bytes, bytes]]) -> int:

@@ -5,7 +5,8 @@ its control socket, the listener in the sandbox that it was handed, and the conn
 the control socket go JSON messages:
 
     proxy -> node   {"ready": true}   {"ask": n, "method", "host", "port"}   {"deny": reason, "method", ...}
-    node -> proxy   {"ask": n, "denied": reason}   {"ask": n, "failed": what}   {"ask": n} with a socket
+    node -> proxy   {"ask": n, "denied": reason}   {"ask": n, "failed": what}
+                    {"ask": n, "patient": whether its silence has no bound but that of all time} with a socket
 """
 
 from __future__ import annotations
@@ -140,11 +141,12 @@ class Proxy:
         request = http.parse(client.head())
         if request.length > self.bounds["request_bytes"]:
             raise Refused("too_large", "the body of the request is too large", request)
-        upstream = self.connect(client, request)
+        upstream, patient = self.connect(client, request)
         if upstream is None:
             return
         try:
-            flow = Flow(client, upstream, self.bounds, request)
+            bounds = {**self.bounds, "idle_s": self.bounds["total_s"]} if patient else self.bounds
+            flow = Flow(client, upstream, bounds, request)
             if request.method == "CONNECT":
                 flow.tunnel()
             else:
@@ -152,8 +154,8 @@ class Proxy:
         finally:
             hang_up(upstream)
 
-    def connect(self, client: Client, request: Request) -> socket.socket | None:
-        """Returns the socket that the connector gives for a request.
+    def connect(self, client: Client, request: Request) -> tuple[socket.socket | None, bool]:
+        """Returns the socket that the connector gives for a request, and whether to be patient with it.
 
         Raises:
             Refused: It says that the phase does not allow it.
@@ -170,11 +172,11 @@ class Proxy:
         if reason := answer.message.get("denied"):
             what = f"{request.method} {request.host}:{request.port} ({reason})"
             client.answer("403 Forbidden", reason, f"the network policy does not allow this: {what}")
-            return None
+            return None, False
         if answer.sock is None:
             what = answer.message.get("failed", "no answer in time")
             client.answer("502 Bad Gateway", "", f"{request.host} cannot be reached: {what}")
-        return answer.sock
+        return answer.sock, bool(answer.message.get("patient"))
 
     def report(self, reason: str, request: Request | None) -> None:
         """Tells the node what was refused here."""

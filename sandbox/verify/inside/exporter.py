@@ -93,7 +93,8 @@ def refusal(path: str, info: os.stat_result, job: dict[str, Any]) -> str:
 
 def shown(path: str) -> str:
     """Returns a path as text that can be printed."""
-    return path.encode(errors="backslashreplace").decode()[:NAME]
+    text = path.encode(errors="backslashreplace").decode()
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)[:NAME]
 
 
 class Found:

@@ -32,8 +32,8 @@ class CallError(AssertionError):
     """A call of the candidate that gave no value."""
 
 
-class Ended(Exception):
-    """No further test can be run: the text says why."""
+class Ended(BaseException):
+    """No further test can be run: the text says why. No `except Exception` of a checker keeps it."""
 
 
 class Late(BaseException):
@@ -117,7 +117,7 @@ def same(right: Any, given: Any, relative: float, absolute: float) -> bool:
     if isinstance(right, (int, float)) and not isinstance(right, bool) and (relative or absolute):
         if isinstance(given, bool) or not isinstance(given, (int, float)):
             return False
-        return right == given or abs(right - given) <= max(absolute, relative * abs(right))
+        return right == given or near(right, given, relative, absolute)
     if type(right) is not type(given):
         return False
     if isinstance(right, list):
@@ -131,6 +131,14 @@ def same(right: Any, given: Any, relative: float, absolute: float) -> bool:
             same(value, given[key], relative, absolute) for key, value in wanted.items()
         )
     return right == given or (right != right and given != given)
+
+
+def near(right: float, given: float, relative: float, absolute: float) -> bool:
+    """Whether a number is within the tolerance; nothing is near what is infinite or too large to tell."""
+    try:
+        return math.isfinite(right) and abs(right - given) <= max(absolute, relative * abs(right))
+    except OverflowError:
+        return False
 
 
 def run_case(candidate: Candidate, case: dict[str, Any]) -> Event:
@@ -151,15 +159,16 @@ def run_case(candidate: Candidate, case: dict[str, Any]) -> Event:
 
 def run_check(candidate: Candidate, check: Callable[..., Any], name: str) -> Event:
     """Runs one function of the checker."""
+    event = {"id": name, "outcome": "pass", "detail": ""}
     try:
         check(candidate.call, random.Random(random.SystemRandom().getrandbits(64)))
-    except Ended:
-        raise
     except (CallError, AssertionError) as error:
-        return {"id": name, "outcome": "fail", "detail": str(error)[:DETAIL]}
+        event = {"id": name, "outcome": "fail", "detail": str(error)[:DETAIL]}
     except Exception as error:
-        return {"id": name, "outcome": "fail", "detail": f"{type(error).__name__}: {error}"[:DETAIL]}
-    return {"id": name, "outcome": "pass", "detail": ""}
+        event = {"id": name, "outcome": "fail", "detail": f"{type(error).__name__}: {error}"[:DETAIL]}
+    if candidate.ended:  # whatever the checker made of it: a call that was not answered is no exception
+        raise Ended(candidate.ended)
+    return event
 
 
 def run_functions(candidate: Candidate, job: dict[str, Any], events: list[Event]) -> str:

@@ -13,10 +13,17 @@ import torch
 
 triton = pytest.importorskip("triton", reason="the kernels need Triton, an optional dependency")
 
+from model.ops.decode_rows import triton as decode_rows  # noqa: E402
+from model.ops.exact_linear import triton as exact_linear  # noqa: E402
+from model.ops.experts import triton as experts  # noqa: E402
+from model.ops.experts.plan import Plan  # noqa: E402
+from model.ops.hyper_boundary import gradients  # noqa: E402
 from model.ops.hyper_boundary import triton as boundary  # noqa: E402
+from model.ops.index_decode import triton as index_decode  # noqa: E402
 from model.ops.indexer import triton as indexer  # noqa: E402
 from model.ops.linear_logprob import triton as logprob  # noqa: E402
 from model.ops.pack_keys import triton as packing  # noqa: E402
+from model.ops.rotary import triton as rotary  # noqa: E402
 from model.ops.sparse_attention import backward, gluon  # noqa: E402
 from model.ops.sparse_attention import triton as attention  # noqa: E402
 from model.ops.sparse_attention.inverse import InverseIndex  # noqa: E402
@@ -111,6 +118,63 @@ def _rows(compiled):
     return compiled(attention.joint_rows, _t(T, K, dtype=INT), row, row, entries=E, window_size=W, width=D)
 
 
+def _rotary(compiled):
+    angles = _t(T, 32, dtype=FP32), _t(T, 32, dtype=FP32)
+    kernels = compiled(rotary.rotary_, _t(T, H, D), *angles, 1.0)
+    ring = {"ring": _t(E, 528, dtype=BYTE), "target": _t(T, dtype=torch.int64)}
+    kernels += compiled(rotary.window_keys, _t(T, D), _t(D), *angles, eps=1e-6, rounded=True, **ring)
+    return kernels + compiled(rotary.index_heads, _t(T, 32, 128), *angles, rounded=True)
+
+
+def _experts(compiled):
+    width, inner, count, chosen = 5120, 2304, 384, 6
+    ids = _t(T, chosen, dtype=torch.int64)
+    weights, rows = _t(T, chosen, dtype=FP32), T * (chosen + 1)
+    plan = Plan(_t(rows, dtype=INT), _t(T, chosen + 1, dtype=INT), _t(count + 1, dtype=INT))
+    kernels = compiled(
+        experts.route, _t(T, width), _t(count, width), _t(count, dtype=FP32), chosen, 1.5, 1.0, None
+    )
+    kernels += compiled(experts.plan, ids, count, 1)
+    kernels += compiled(experts.swiglu, _t(rows, 2 * inner), weights, plan, 10.0)
+    kernels += compiled(experts.swiglu_backward, _t(rows, 2 * inner), weights, plan, 10.0, _t(rows, inner))
+    return kernels + compiled(experts.combine, _t(rows, width), plan)
+
+
+def _few_experts(compiled):
+    plan = Plan(_t(448, dtype=INT), _t(64, 7, dtype=INT), _t(385, dtype=INT))
+    matrices = _t(385, 4608, 5120), _t(385, 5120, 2304)
+    return compiled(experts.few, _t(64, 5120), *matrices, _t(64, 6, dtype=FP32), plan, 10.0)
+
+
+def _boundary_gradients(compiled):
+    width = 2048
+    streams, branch, k = _t(T, 4, width), _t(T, width), _t(T, 24, dtype=FP32)
+    kernels = compiled(gradients.site_input, streams, k, _t(width), 1e-6)
+    sites = (streams, streams, branch, k, _t(width), 1e-6, streams, branch)
+    kernels += compiled(gradients.site_backward, *sites)
+    return kernels + compiled(gradients.logit_gradients, k, _t(24, dtype=FP32), _t(3, dtype=FP32), k)
+
+
+def _decode_index(compiled, listed):
+    blocks = _t(64, 2048, dtype=INT) if listed else None
+    kernels = compiled(
+        index_decode.decode_scores,
+        *(_t(64, 32, 128), _t(64, 32, dtype=FP32), _t(E * 64, 68, dtype=BYTE)),
+        *(_t(64, 2048, dtype=torch.int64), _t(64, dtype=INT)),
+        width=16384 if listed else 131072,
+        page_groups=64,
+        blocks=blocks,
+        block_size=8,
+    )
+    chosen, table = _t(64, K, dtype=INT), _t(64, 2048, dtype=torch.int64)
+    return kernels + compiled(decode_rows.decode_rows, chosen, table, 64, blocks, 8)
+
+
+def _exact(compiled, rows):
+    out = _t(1, rows, 5120)
+    return compiled(exact_linear.product, _t(1, rows, 8192), _t(1, 5120, 8192), out)
+
+
 CASES = {
     "decode_large": lambda c: _decode(c, 64, False),
     "decode_small": lambda c: _decode(c, 16, False),
@@ -130,6 +194,14 @@ CASES = {
     "pack_window": lambda c: _pack(c, "window", 512, 1),
     "unpack": lambda c: c(unpacking.unpack_keys, _t(E, 288, dtype=BYTE)),
     "boundary": _boundary,
+    "boundary_gradients": _boundary_gradients,
+    "rotary": _rotary,
+    "experts": _experts,
+    "experts_few": _few_experts,
+    "index_decode": lambda c: _decode_index(c, False),
+    "index_decode_listed": lambda c: _decode_index(c, True),
+    "exact_few": lambda c: _exact(c, 64),
+    "exact_many": lambda c: _exact(c, T),
 }
 
 

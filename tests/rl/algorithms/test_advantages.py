@@ -117,6 +117,21 @@ def broken(rewards):
     return np.where(rewards > 0, np.nan, rewards)
 
 
+def mean_only(rewards):
+    return rewards.mean()
+
+
+def over_the_batch(rewards, groups):
+    return rewards[:1]
+
+
+@pytest.mark.parametrize("name", ["mean_only", "over_the_batch"])
+def test_what_a_users_own_estimator_returns_is_not_broadcast(name):
+    config = AlgorithmConfig(advantage=f"{__name__}:{name}")
+    with pytest.raises(AlgorithmError, match="for 2 rewards; it returns one number for each"):
+        compute(config, [0, 1])
+
+
 def test_a_nan_advantage_stops_and_names_the_samples():
     config = AlgorithmConfig(advantage=f"{__name__}:broken")
     with pytest.raises(NonFiniteAdvantageError, match="advantage of second"):

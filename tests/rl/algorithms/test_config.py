@@ -1,3 +1,5 @@
+import math
+
 import pytest
 
 from rl.algorithms import AlgorithmConfig, AlgorithmError
@@ -22,6 +24,15 @@ from rl.algorithms.registry import Registry, settings_of
         ({"kl": "k4", "kl_coef": 0.1}, "unknown kl 'k4'"),
         ({"kl": "k3", "kl_coef": 0.1, "kl_in": "both"}, "'loss' or 'reward'"),
         ({"entropy_coef": -0.1}, "must not be negative"),
+        ({"entropy_target": -0.1}, "in nats, at least 0"),
+        ({"entropy_rate": 0.01}, "entropy_rate has no effect without a target"),
+        (
+            {"entropy_limit": 0.1, "entropy_decay_from": 0.5},
+            "entropy_limit, entropy_decay_from has no",
+        ),
+        ({"entropy_target": 0.1, "entropy_rate": 0.0}, "must be positive"),
+        ({"entropy_target": 0.1, "entropy_coef": 0.1}, "above entropy_limit=0.05"),
+        ({"entropy_target": 0.1, "entropy_decay_from": 1.0}, "from 0 to below 1"),
         ({"loss": "ppo_clp"}, "did you mean 'ppo_clip'"),
         ({"advantage": "gea"}, "unknown advantage 'gea'; did you mean 'gae'"),
         ({"gae_gamma": 0.9}, "'gae_gamma' has no effect"),
@@ -38,6 +49,20 @@ from rl.algorithms.registry import Registry, settings_of
         ({"corrections": ("token_tis",), "tis_cap": 0}, "must be positive"),
         ({"loss": "no_such_package:loss"}, "cannot be imported"),
         ({"loss": "math:pi"}, "is no function"),
+        ({"loss": "os:getcwd"}, r"called with \(inputs\)"),
+        ({"loss": "shutil:copyfile"}, r"has the arguments \(src, dst.*called with \(inputs\)"),
+        ({"advantage": "shutil:copyfile"}, "lengths or groups if it names them"),
+        ({"loss": "ppo"}, "did you mean 'ppo_clip'"),
+        ({"kl": "k3", "kl_coef": math.nan}, "kl_coef is nan"),
+        ({"kl": "k3", "kl_coef": math.inf}, "kl_coef is inf"),
+        ({"entropy_coef": math.nan}, "entropy_coef is nan"),
+        ({"clip_low": math.nan}, "clip_low is nan"),
+        ({"opsm_delta": math.inf}, "opsm_delta is inf"),
+        ({"advantage": "gae", "gae_lambda": math.nan}, "gae_lambda is nan"),
+        ({"loss": "dual_clip", "dual_clip": math.nan}, "dual_clip is nan"),
+        ({"loss": "dppo_tv", "corrections": (), "dppo_low": 1.5}, "dppo_low is 1.5"),
+        ({"corrections": ("icepop",), "icepop_low": 6.0}, "icepop_low=6 .*leave out the ratio 1"),
+        ({"corrections": ("geometric_mask",), "geometric_high": 0.9}, "leave out the ratio 1"),
     ],
 )
 def test_what_has_no_effect_or_no_sense_is_refused(settings, message):
@@ -67,7 +92,7 @@ def test_the_anchor_follows_from_the_corrections():
 
 
 def test_a_name_is_registered_once():
-    registry = Registry("loss")
+    registry = Registry("loss", "inputs")
     registry.register("mine")(lambda inputs: inputs)
     with pytest.raises(AlgorithmError, match="registered twice"):
         registry.register("mine")(lambda inputs: inputs)

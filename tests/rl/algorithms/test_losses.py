@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl.algorithms import AlgorithmConfig, LossInputs, objective
+from rl.algorithms import AlgorithmConfig, AlgorithmError, LossInputs, LossOutputs, objective
 from rl.algorithms.losses import LOSSES, cispo, dppo_tv, dual_clip, gmpo, gspo, ppo_clip, reinforce, sapo
 
 
@@ -177,3 +177,34 @@ def test_shapes_that_would_broadcast_are_refused(make_inputs):
         make_inputs([0.0, 0.0, 0.0], advantages=[1.0])
     with pytest.raises(ValueError, match="one row of tokens"):
         make_inputs(torch.zeros(2, 2), segment_ids=[0, 0])
+
+
+def mean_loss(inputs):
+    return LossOutputs(inputs.logprobs.mean())
+
+
+def bare_loss(inputs):
+    return inputs.logprobs
+
+
+def mean_metric(inputs):
+    return LossOutputs(inputs.logprobs, {"mine": inputs.logprobs.mean()})
+
+
+def one_weight(inputs):
+    return 0.5
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss": f"{__name__}:mean_loss"}, r"mean_loss' returned \(\) for 3 tokens"),
+        ({"loss": f"{__name__}:bare_loss"}, r"bare_loss' returned a Tensor; it returns LossOutputs"),
+        ({"loss": f"{__name__}:mean_metric"}, r"metric 'mine' of loss .* returned \(\)"),
+        ({"corrections": (f"{__name__}:one_weight",)}, "one_weight' returned float for 3 tokens"),
+    ],
+)
+def test_what_a_users_own_function_returns_is_not_broadcast(make_inputs, settings, message):
+    inputs = make_inputs([-1.0, -1.0, -2.0])
+    with pytest.raises(AlgorithmError, match=message):
+        objective(AlgorithmConfig(**settings), inputs, torch.ones(1))

@@ -129,6 +129,30 @@ def test_a_run_distils_or_reinforces(tmp_path: Path) -> None:
         configured(tmp_path, "engine.temperature=0.5")
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "trainer.optimizer.learning_rate=0.1",
+        "trainer.token_budget=99",
+        "algorithm.entropy_coef=0.1",
+        "algorithm=gspo",
+        "effort=priced",
+    ],
+)
+def test_what_only_rewards_would_use_is_refused(tmp_path: Path, setting: str) -> None:
+    with pytest.raises(ValueError, match=r"(trainer|algorithm|effort)\.\w+.*: no effect with opd\.teachers"):
+        configured(tmp_path, setting)
+
+
+def test_a_distillation_needs_no_group() -> None:
+    assert load_config(["experiment=opd_calc"]).algorithm.group_size == 1
+
+
+def test_what_only_a_distillation_would_use_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"opd\.steps, opd\.objective: no effect without opd\.teachers"):
+        load_config(["experiment=sort", "opd.steps=9", "opd.objective=sampled"])
+
+
 def test_hidden_states_in_files_teach_the_same(tmp_path: Path, trajectories: list[Group]) -> None:
     folder = teacher(tmp_path / "teacher", "nano", 5)
     metrics = []
@@ -142,4 +166,4 @@ def test_hidden_states_in_files_teach_the_same(tmp_path: Path, trajectories: lis
         metrics.append([student.step(trajectories, lessons, 0) for _ in range(2)])
     assert metrics[0] == metrics[1]
     assert (metrics[0][0]["opd/config.min"], metrics[0][0]["opd/config.max"]) == (0.0, len(trajectories) - 1)
-    assert not list((tmp_path / "hidden").iterdir())
+    assert not [path for path in (tmp_path / "hidden").rglob("*") if path.is_file()]

@@ -60,6 +60,31 @@ async def test_requests_pass_through_the_roles_and_keep_their_tokens(engines) ->
     assert roled.stats()["prefilling"] == 0
 
 
+async def test_what_the_sampler_chose_is_heard_and_kept_through_the_roles() -> None:
+    frames: dict[str, list[StepFrame]] = {"all": [], "decode": []}
+    options = {"capture": True, "capture_selections": True, "replay": "bounded"}
+    made = {role: native(role, on_step=frames.get(role, []).append, **options) for role in ROLES}
+    roled = RoledEngine(made["decode"], [made["prefill"]])
+    asked = [replace(request(i), token_ids=tuple(range(1, 31 + i))) for i in range(3)]
+    asked.append(request(3, max_tokens=1, top_k=5))
+    try:
+        for one in asked:
+            alone, through = await made["all"].generate(one), await roled.generate(one)
+            assert through == alone and alone.expert_ids is not None and through.expert_ids is not None
+            assert np.array_equal(through.expert_ids.ids, alone.expert_ids.ids)
+            assert through.selections is not None and alone.selections is not None
+            for layer, keys in alone.selections.keys.items():
+                assert np.array_equal(through.selections.keys[layer], keys)
+    finally:
+        for engine in made.values():
+            await engine.close()
+    for name in ("expert_ids", "states", "token_ids", "logprobs"):
+        heard = {role: [getattr(frame, name) for frame in frames[role]] for role in frames}
+        assert np.array_equal(np.concatenate(heard["all"]), np.concatenate(heard["decode"])), name
+    starts = {role: [f.replay_starts for f in frames[role] if f.replay_starts] for role in frames}
+    assert starts["all"] and starts["all"] == starts["decode"]
+
+
 async def test_a_turn_begun_before_goes_on_and_only_new_tokens_are_heard(engines) -> None:
     made, frames = engines
     whole = await made["all"].generate(request(1))

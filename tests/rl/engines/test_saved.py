@@ -47,6 +47,21 @@ async def interrupted(folder: Path, *sessions: str, least: int = 1) -> dict[str,
     return {session: await turn for session, turn in turns.items()}
 
 
+async def test_a_turn_that_was_whole_before_it_came_has_nothing_to_keep(tmp_path: Path) -> None:
+    (part,) = (await interrupted(tmp_path / "before", "s")).values()
+    tokens = (part.token_ids * 40)[:40]
+    done = Completion(tokens, (-0.5,) * 40, (0,) * 40, FinishReason.ABORT)
+    engine = engine_in(tmp_path / "turns")
+    await engine.pause()
+    with engine._wake:  # the engine's thread takes both at once
+        turn = asyncio.create_task(engine.generate(request("s", done)))
+        kept = asyncio.create_task(engine.persist())
+        await asyncio.sleep(0)
+    assert await kept == 0
+    assert (await turn).token_ids == tokens
+    await engine.close()
+
+
 async def whole(session: str, folder: Path) -> Completion:
     engine = engine_in(folder)
     done = await engine.generate(request(session))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from envs.types import (
     TrajectoryKey,
     Turn,
 )
-from rl.evals.rows import Cell, RowLog, RowsError, read_rows, row_of
+from rl.evals.rows import Cell, DiskError, RowLog, RowsError, read_rows, row_of
 
 CELL = Cell("sort", 50, "chat")
 
@@ -68,6 +69,23 @@ def test_rows_are_read_back_and_a_later_one_replaces_an_earlier(tmp_path: Path, 
     assert found.device_s == {CELL: 0.75}
 
 
+@pytest.mark.parametrize("tail", [bytes(50), b'\0\0\n{"row": 1}\n'])
+def test_what_a_loss_of_power_left_is_removed_and_what_was_written_is_on_disk(
+    tmp_path: Path, row, tail: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, fsync, synced = tmp_path / "rows.jsonl", os.fsync, list[int]()
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(path.stat().st_size) or fsync(fd))
+    with RowLog(path) as log:
+        log.write([row(0, 0, 1.0)], CELL, 0.5)
+        assert synced == [path.stat().st_size]
+    with path.open("ab") as file:
+        file.write(tail)
+    assert [r.task for r in read_rows(path).of(CELL)] == [0]
+    with RowLog(path) as log:
+        log.write([row(1, 0, 0.0)], CELL, 0.5)
+    assert [r.score for r in read_rows(path).of(CELL)] == [1.0, 0.0]
+
+
 @pytest.mark.parametrize("cut", [1, 20, 200])
 def test_a_torn_last_line_is_removed_and_nothing_else(tmp_path: Path, row, cut: int) -> None:
     path = tmp_path / "rows.jsonl"
@@ -90,6 +108,20 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path, row) -> None:
     path.write_text("\n".join([lines[0], lines[1][:40], *lines[2:], ""]))
     with pytest.raises(RowsError, match="line 2 is no row"):
         read_rows(path)
+
+
+def test_a_full_disk_loses_no_row_and_leaves_no_part_of_one(
+    tmp_path: Path, row, files_no_longer_than
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    with RowLog(path) as log:
+        log.write([row(0, 0, 1.0)], CELL, 0.5)
+        before = path.read_bytes()
+        with files_no_longer_than(len(before) + 40), pytest.raises(DiskError, match=r"is kept\. Make room"):
+            log.write([row(1, 0, 1.0)], CELL, 0.5)
+        assert path.read_bytes() == before
+        log.write([row(2, 0, 0.0)], CELL, 0.5)
+    assert sorted(task for _, task, _ in read_rows(path).rows) == [0, 2]
 
 
 def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:

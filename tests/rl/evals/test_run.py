@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import Iterator
@@ -11,12 +12,15 @@ import pytest
 
 from envs.registry import env
 from envs.types import Task
+from rl.engines.vllm_model import ModelFolderError
 from rl.evals.plan import PlanError
-from rl.evals.rows import Cell, read_rows
+from rl.evals.rows import Cell, DiskError, RowLog, read_rows
 from rl.evals.run import Evaluation, begin, go_on
-from rl.evals.settings import EvalSettings, SettingsError, read_settings
+from rl.evals.sampling import EngineLostError, open_sampler
+from rl.evals.settings import EvalSettings, read_settings
 from rl.evals.target import TargetError, find_target
 from rl.launch.compose import load_config
+from rl.launch.words import SettingsError
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -144,13 +148,21 @@ def test_a_judge_that_fails_gives_no_score_and_its_samples_are_drawn_again_later
     assert {row.attempt for row in read_rows(tmp_path / "out" / "rows.jsonl").rows.values()} == {2}
 
 
-def test_a_finished_evaluation_is_reported_anew_with_prices(pico_folder: Path, tmp_path: Path) -> None:
+def test_a_finished_evaluation_is_reported_anew_with_prices(
+    pico_folder: Path, tmp_path: Path, files_no_longer_than
+) -> None:
     start(pico_folder, tmp_path / "out").run(Quiet(), no_guard)
     (tmp_path / "prices.yaml").write_text("output_tokens: 1000000\n")
     screen = Quiet()
     report = go_on(tmp_path / "out", [f"prices={tmp_path / 'prices.yaml'}"]).run(screen, no_guard)
     assert screen.seen == []
     assert report.results[0].cost == report.results[0].usage.output_tokens
+    with files_no_longer_than(64), pytest.raises(DiskError, match="every sample that is done is kept"):
+        go_on(tmp_path / "out", []).run(screen, no_guard)
+    assert not list((tmp_path / "out").glob("*.partial")) + list((tmp_path / "out").glob(".*.partial"))
+    (tmp_path / "out" / "rows.jsonl").write_text("")
+    with pytest.raises(PlanError, match="its weights are not kept any more"):
+        go_on(tmp_path / "out", []).run(screen, no_guard)
 
 
 def test_what_samples_depend_on_cannot_change_when_an_evaluation_goes_on(
@@ -174,6 +186,21 @@ def test_a_folder_is_never_written_over(pico_folder: Path, tmp_path: Path) -> No
     (tmp_path / "file").write_text("")
     with pytest.raises(PlanError, match="cannot be written"):
         start(pico_folder, tmp_path / "file" / "out")
+
+
+def test_an_evaluation_that_could_not_begin_leaves_nothing_in_the_way(
+    pico_folder: Path, tmp_path: Path, files_no_longer_than
+) -> None:
+    with files_no_longer_than(64), pytest.raises(PlanError, match="cannot be written"):
+        start(pico_folder, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+    left_by_a_kill = tmp_path / ".out.partial" / "policy"
+    left_by_a_kill.mkdir(parents=True)
+    assert start(pico_folder, tmp_path / "out").folder.is_dir()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    (tmp_path / "out" / "plan.json").write_bytes(b"\xff\0")
+    with pytest.raises(PlanError, match="begin the evaluation anew"):
+        go_on(tmp_path / "out", [])
 
 
 def test_what_is_no_policy_is_said_to_be_none(pico_folder: Path, tmp_path: Path) -> None:
@@ -201,6 +228,13 @@ def test_what_is_no_policy_is_said_to_be_none(pico_folder: Path, tmp_path: Path)
         ("max_completion_tokens=64", "leaves no room for a prompt"),
         ("options={calc: {}}", "which env="),
         ("scaffold=[]", "scaffold"),
+        ("engine=vllm", "engine=vllm does not do fake_quant=true: .* needs engine=native"),
+        ("engine.vllm.dtype=float32", "engine.vllm.dtype has no effect with engine=native"),
+        ("engine.vllm.tensorparallel=2", r"did you mean engine\.vllm\.tensor_parallel\?"),
+        ("engine.vllm.tensor_parallel=two", r"engine\.vllm\.tensor_parallel: .*integer"),
+        ("engine.vllm.kv_cache_gb=0", r"\nengine\.vllm\.kv_cache_gb=0 is at least 1"),
+        ("engine.vllm.arguments={model: x}", "follows from other settings"),
+        ("vllm={}", "there is no such setting"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_with_the_change_to_make(word: str, message: str) -> None:
@@ -220,3 +254,41 @@ def test_an_unknown_split_and_too_few_tasks_are_refused(pico_folder: Path, tmp_p
     with pytest.raises(PlanError, match=r"has 1 tasks .* give n=1 or less"):
         start(pico_folder, tmp_path / "out", "env=evals/hopeless", "n=4")
     assert not (tmp_path / "out").exists()
+
+
+def test_how_vllm_is_started_is_the_runs_with_what_is_given_over_it() -> None:
+    run = ["policy=hf", "engine=vllm", "engine.vllm.tensor_parallel=2", "engine.vllm.dtype=bfloat16"]
+    found = read_settings(["engine.vllm.dtype=float32"], load_config(run))
+    assert (found.engine, found.vllm.tensor_parallel, found.vllm.dtype) == ("vllm", 2, "float32")
+    assert read_settings(["engine=native"], load_config(run)).engine == "native"
+
+
+def test_vllm_is_refused_a_policy_of_our_own_network_before_anything_is_made(
+    pico_folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelFolderError, match=r"no model of transformers .* take engine=native"):
+        start(pico_folder, tmp_path / "out", "engine=vllm", "fake_quant=false")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_engine_that_dies_ends_the_evaluation_and_its_samples_stay(
+    pico_folder: Path, tmp_path: Path
+) -> None:
+    evaluation = start(pico_folder, tmp_path / "out", "max_in_flight=1")
+    closing: list[asyncio.Task[None]] = []
+
+    async def sample(log: RowLog) -> None:
+        def end(cell: Cell, done: int, total: int) -> None:
+            if done and not closing:
+                closing.append(asyncio.create_task(sampler.engine.close()))
+
+        policy = tmp_path / "out" / "policy"
+        async with open_sampler(evaluation.plan, policy, log, end, tmp_path / "out") as sampler:
+            await sampler.run(evaluation.plan)
+
+    with RowLog(tmp_path / "out" / "rows.jsonl") as log:
+        with pytest.raises(EngineLostError, match=f"temper eval {tmp_path / 'out'}` goes on"):
+            asyncio.run(sample(log))
+        assert 0 < len(log.found.rows) < 3
+        assert all(row.score is not None for row in log.found.rows.values())
+    assert go_on(tmp_path / "out", []).run(Quiet(), no_guard).complete

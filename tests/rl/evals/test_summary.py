@@ -139,6 +139,19 @@ def test_what_is_no_result_is_said_to_be_none(tmp_path: Path, result) -> None:
         compare(a, tmp_path, force=True)
 
 
+@pytest.mark.parametrize("field", ["n", "n_done", "avg", "scores", "identity", "cell"])
+def test_a_result_that_lacks_something_is_none(tmp_path: Path, result, field: str) -> None:
+    a, b = (write(tmp_path / name, result([1.0])) for name in "ab")
+    data = json.loads((b / "result.json").read_text())
+    del data["cells"][0][field]
+    (b / "result.json").write_text(json.dumps(data))
+    with pytest.raises(CompareError, match=rf"b/result\.json is no result.*{field}"):
+        compare(a, b, force=True)
+    (b / "result.json").write_text(json.dumps({**data, "cells": []}))
+    with pytest.raises(CompareError, match="no cell"):
+        compare(a, b, force=True)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -27,11 +28,23 @@ def test_a_wrong_command_names_the_right_one(words: list[str], hint: str, capsys
     assert hint in capsys.readouterr().err
 
 
+def test_a_full_disk_is_told_without_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, before[1]))
+    try:
+        code = main(["env", "init", "my-task", "--folder", str(tmp_path)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code == 1
+    assert "File too large; make room" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
         (["train"], "experiment=NAME; there are: calc"),
         (["train", "experiment=calc", "+algo.group_sze=8"], "did you mean algorithm.group_size?"),
+        (["train", "experiment=opd_calc", "run.root=nowhere"], "teacher calc: there is no run 'calc'"),
         (["train", "experiment=calk"], "did you mean experiment=calc?"),
         (["train", "experiment=calc", "--dry-run", "env.name=calk"], "Did you mean 'calc'?"),
         (["train", "experiment=calc", "--dry-run", "env.eval_split=evil"], "evil"),

@@ -23,8 +23,13 @@ def test_every_preset_of_every_group_is_valid():
     for experiment in groups.pop("experiment"):
         load_config([f"experiment={experiment}"])
     for place in range(max(map(len, groups.values()))):
-        chosen = [f"{g}={names[place % len(names)]}" for g, names in groups.items()]
-        load_config([*chosen, *(["env.mixture.calc=1"] if "env=mixture" in chosen else [])])
+        chosen = {group: names[place % len(names)] for group, names in groups.items()}
+        needs = ["env.mixture.calc=1"] if chosen["env"] == "mixture" else []
+        if chosen["engine"] == "vllm":  # which serves models of transformers alone
+            chosen["policy"] = "hf"
+        if chosen["policy"] == "hf":
+            needs.append("trainer.fake_quant=false")
+        load_config([*(f"{group}={name}" for group, name in chosen.items()), *needs])
 
 
 @pytest.mark.parametrize(
@@ -100,6 +105,18 @@ def test_all_problems_are_told_at_once():
         (["effort=priced", "effort.length_penalty.max_penalty=1.0"], "short wrong answer"),
         (["effort=ladder", "effort.distribution={kind: weighted, weights: [1, 2]}"], "5 levels"),
         (["eval.efforts=[50,1]"], "ascending"),
+        (["effort.levels=[100,1]"], "a ladder ascends, each level once: [1, 100]"),
+        (["effort.levels=[50,50]"], "a ladder ascends, each level once: [50]"),
+        (["effort.levels=high"], "effort.levels: a list is written [high]"),
+        (["sft.data=a.jsonl"], "sft.data: a list is written [a.jsonl]"),
+        (["sft.validation=[README.md]", "sft.steps=0"], "sft.validation has no effect with sft.steps=0"),
+        (["sft.validate_every=5"], "validate_every has no effect without sft.validation"),
+        (["sft.validation_samples=5"], "validation_samples has no effect without sft.validation"),
+        (["sft.data=[README.md]", "sft.min_score=inf"], "min_score=inf"),
+        (["sft.data=[README.md]", "sft.min_score=nan"], "min_score=nan"),
+        (["trainer.optimizer.betas=[0.9,nan]"], "betas=[0.9, nan]"),
+        (["env.options.highest=nan"], "env.options.highest is nan"),
+        (["engine.temperature=inf"], "engine.temperature"),
         (["model.path=x", "model.sliding_window=8"], "remove one of them"),
         (["rollout.staleness=-1"], "rollout.staleness"),
         (["engine.speculate=rejection"], "nano_draft"),
@@ -128,6 +145,14 @@ def test_shared_settings_are_written_once():
 def test_short_forms_of_run_settings():
     config = load_config(["experiment=calc", "name=x", "seed=4", "resume=true"])
     assert (config.run.name, config.run.seed, config.run.resume) == ("x", 4, True)
+
+
+def test_the_efforts_of_a_penalty_are_the_levels():
+    penalty = "effort.length_penalty={k0: 0.2, max_penalty: 0.1, length_scale: 40}"
+    config = load_config(["experiment=calc", "effort=ladder", penalty])
+    assert config.effort.length_penalty is not None
+    assert config.effort.length_penalty.efforts == (1, 25, 50, 75, 100)
+    assert "efforts must be two or more ascending levels" in problems("experiment=calc", penalty)[0]
 
 
 def test_options_of_an_environment_are_free():

@@ -217,6 +217,19 @@ def test_held_back_batches_do_not_wait_for_a_group_that_was_dropped() -> None:
     assert ids(b) == [1, 2]
 
 
+def test_a_group_whose_drop_is_still_to_be_told_is_not_waited_for_after_a_resume() -> None:
+    b = buffer(groups=3, groups_per_step=2, staleness=4, hold_back_steps=1, filter=FilterConfig())
+    add(b, 0, 1.0, 1.0)
+    back = buffer(groups=0, groups_per_step=2, staleness=4, hold_back_steps=1, filter=FilterConfig())
+    back.load_state_dict(json.loads(json.dumps(b.state_dict())))
+    for group in range(3):  # all that the dispatcher has open, which has not heard of the drop
+        back.open(group, TASK, 50, "loop", 2)
+    assert [drop.id for drop in back.take_dropped()] == [0]
+    add(back, 1, 1.0, 0.0)
+    add(back, 2, 1.0, 0.0)
+    assert ids(back) == [1, 2]
+
+
 def test_a_state_of_the_format_before_is_read() -> None:
     b = buffer()
     add(b, 0, 1.0, 0.0)

@@ -87,6 +87,7 @@ def test_the_pool_is_distributed_as_the_draws() -> None:
         ({"kind": "uniform", "levels_share": 1.5}, "between 0 and 1"),
         ({"kind": "uniform", "high": 50, "held_out": (60,)}, "outside 1..50"),
         ({"kind": "uniform", "low": 9, "high": 9, "held_out": (9,)}, "leaves no effort"),
+        ({"per_task": 0}, "1 or more"),
     ],
 )
 def test_a_distribution_that_makes_no_sense_is_refused(settings: dict, message: str) -> None:
@@ -101,3 +102,23 @@ def test_levels_and_distribution_must_fit() -> None:
     with pytest.raises(EffortError, match=r"\[50\] are levels and held out"):
         Efforts(LEVELS, uniform, 0)
     assert json.dumps(Efforts(LEVELS, replace(uniform, held_out=()), 0).of_task(0))
+
+
+def test_a_task_may_be_drawn_once_and_the_levels_come_in_turn() -> None:
+    once = Efforts(LEVELS, EffortDistribution(per_task=1), 0)
+    assert len(once) == 1
+    assert [once.of_task(i) for i in range(6)] == [(1,), (25,), (50,), (75,), (100,), (1,)]
+    twice = Efforts(LEVELS, EffortDistribution(per_task=2), 0)
+    assert [twice.of_task(i) for i in range(3)] == [(1, 25), (50, 75), (100, 1)]
+    assert Counter(once.pool()) == Counter(dict.fromkeys(LEVELS, len(once.pool()) // 5))
+
+
+@pytest.mark.parametrize("kind", ["uniform", "log_uniform", "weighted"])
+def test_drawing_a_task_less_often_changes_nothing_of_how_efforts_are_distributed(kind: str) -> None:
+    weights = (1.0, 2.0, 3.0, 2.0, 1.0) if kind == "weighted" else ()
+    each = EffortDistribution(kind=kind, weights=weights)  # type: ignore[arg-type]
+    often, once = drawn(each, tasks=1000), drawn(replace(each, per_task=1), tasks=5000)
+    assert sum(often.values()) == sum(once.values())
+    for low in (1, 26, 51, 76):
+        shares = [sum(c[b] for b in range(low, low + 25)) / sum(c.values()) for c in (often, once)]
+        assert shares[1] == pytest.approx(shares[0], abs=0.04)

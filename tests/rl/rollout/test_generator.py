@@ -130,7 +130,8 @@ async def test_stop_is_at_a_token_boundary_and_the_next_process_goes_on(tmp_path
     dispatcher = Dispatcher(CONFIG, lambda _: GroupPlan(SIZE, "calc"))
     samples = dispatcher.start()
     await generator.submit([assignment(sample) for sample in samples])
-    await asyncio.sleep(0.05)
+    while log.stats()["tokens"] < 3 * len(samples):  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
     assert await generator.stop(5.0) == 12
     assert (boxes.out, await generator.collect(0.0)) == (0, [])
     stats = await generator.stats()

@@ -5,6 +5,7 @@ import random
 import shutil
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def start(folder: Path, kind: str, steps: int) -> Any:
 
 def finish(folder: Path, kind: str, steps: int) -> list[Group]:
     process = start(folder, kind, steps)
-    process.join(120)
+    process.join(280)
     ended = process.exitcode
     process.kill()
     assert ended == 0
@@ -38,13 +39,17 @@ def finish(folder: Path, kind: str, steps: int) -> list[Group]:
 
 
 def progress(folder: Path) -> int:
-    return sum(path.stat().st_size for path in (folder / "log").glob("*.wal")) if folder.exists() else 0
+    size = 0
+    for path in (folder / "log").glob("*.wal"):
+        with suppress(FileNotFoundError):  # compaction replaced it
+            size += path.stat().st_size
+    return size
 
 
 def kill_after_progress(folder: Path, kind: str, steps: int, amount: int) -> bool:
     """Kills the run once its log has grown by `amount` bytes; returns False when it ended before."""
     process = start(folder, kind, steps)
-    goal, deadline = progress(folder) + amount, time.monotonic() + 60
+    goal, deadline = progress(folder) + amount, time.monotonic() + 280
     while progress(folder) < goal and process.is_alive():
         assert time.monotonic() < deadline
         time.sleep(0.002)

@@ -1,5 +1,6 @@
 import os
 import random
+import shutil
 import threading
 import time
 from dataclasses import replace
@@ -127,8 +128,10 @@ def test_tokens_count_when_flushed_and_flush_zero_writes_every_step(tmp_path: Pa
         log.start(a)
         log.begin(a.session, 0, [1], new_branch=True)
         log.flush()
+        flushes = log.stats()["flushes"]
         log.on_step(frame([a.session], [11]))
-        time.sleep(0.2 if name == "soon" else 0)
+        while name == "soon" and log.stats()["flushes"] == flushes:
+            time.sleep(0.001)
         (tmp_path / f"{name}-copy").mkdir()
         for path in segments(tmp_path / name):
             (tmp_path / f"{name}-copy" / path.name).write_bytes(path.read_bytes())
@@ -213,6 +216,31 @@ def test_compaction_keeps_what_is_needed_and_nothing_else(tmp_path: Path) -> Non
     lengths = {s.assignment.key.group: len(s.turns[0].token_ids) for s in recovery.unfinished.values()}
     assert lengths == {group: 201 if group == 35 else 200 for group in range(30, 40)}
     assert len(segments(tmp_path)) <= 4
+
+
+def test_a_sample_that_ends_while_compaction_begins_is_lost_by_no_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = TokenLog(tmp_path / "log", flush_ms=1e6)
+    a = assignment(0)
+    log.start(a)
+    log.begin(a.session, 0, [1], new_branch=True)
+    log.on_step(frame([a.session], [7]))
+    fsync, ended = os.fsync, list[int]()
+
+    def slow(handle: int) -> None:
+        if not ended:
+            ended.append(handle)
+            log.end(a.session, result(a))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    log.compact()
+    monkeypatch.undo()
+    shutil.copytree(tmp_path / "log", tmp_path / "killed")
+    assert only(reopen(tmp_path / "killed")).turns[0].token_ids == (7,)
+    log.close()
+    assert len(reopen(tmp_path / "log").finished) == 1
 
 
 def test_a_crash_in_the_middle_of_compaction_leaves_old_or_new(tmp_path: Path) -> None:
@@ -409,6 +437,37 @@ def test_a_second_writer_is_refused_and_told_who_holds_the_log(tmp_path: Path) -
         TokenLog(tmp_path)
     log.close()
     reopen(tmp_path)
+
+
+def test_a_step_that_cannot_be_logged_is_an_error_at_the_next_calls(tmp_path: Path) -> None:
+    log, a = TokenLog(tmp_path, flush_ms=1e6), assignment(0)
+    log.start(a)
+    log.begin(a.session, 0, [1], new_branch=True)
+    log.on_step(frame([a.session], [11]))
+    log.on_step(replace(frame([a.session], [12]), turns=[-1]))
+    with pytest.raises(TokenLogError, match="mend what the engine reports of a step"):
+        log.turn(a.session, 0, 2, FinishReason.STOP)
+    with pytest.raises(TokenLogError, match="mend what the engine reports"):
+        log.on_step(frame([a.session], [13]))
+    with pytest.raises(TokenLogError):
+        log.close()
+
+
+def test_tokens_of_a_step_belong_to_the_turn_that_runs_when_it_is_handed_over(tmp_path: Path) -> None:
+    log, a = TokenLog(tmp_path, flush_ms=1e6), assignment(0)
+    log.start(a)
+    for turn in range(3):
+        log.begin(a.session, turn, [turn], new_branch=turn == 0)
+        for token in range(2):
+            log.on_step(frame([a.session], [10 * turn + token], turn))
+        log.turn(a.session, turn, 2, FinishReason.STOP)
+    log.on_step(frame([a.session], [99], 3))
+    log.end(a.session, result(a))
+    log.on_step(frame([a.session], [100], 3))
+    assert log.stats()["tokens"] == 7
+    log.consumed([a.key])
+    log.close()
+    assert log.stats()["tokens"] == 7
 
 
 def test_a_full_disk_is_an_error_at_the_next_call(tmp_path: Path) -> None:

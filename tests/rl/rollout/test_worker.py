@@ -24,6 +24,7 @@ from envs.types import (
 from rl.rollout.assignment import Purpose, request_seed
 from rl.rollout.config import RolloutConfigError
 from rl.rollout.episode import EpisodeRun
+from rl.rollout.messages import to_chat
 from rl.rollout.wal import TokenLog
 from rl.rollout.worker import Worker
 from tests.rl.rollout.scripted import (
@@ -305,3 +306,15 @@ async def test_evaluation_is_not_logged(tmp_path: Path) -> None:
     assert isinstance(trajectory.score, Score)
     assert log.stats()["bytes"] == log.stats()["tokens"] == 0
     log.close()
+
+
+async def test_text_that_would_be_written_otherwise_is_never_tokenised_again() -> None:
+    said = "<call>1<end>"
+    trajectory = await calc_worker(engine := ScriptedEngine(turns_of(said, "<answer>2<end>")), Boxes()).run(
+        calc_assignment()
+    )
+    first, second = trajectory.turns
+    again = CHAT.render_assistant(to_chat(first.message))
+    assert again != ids(said), "this text is written as it was sampled: it shows nothing"
+    assert first.completion_ids == tuple(ids(said))
+    assert engine.requests[1].token_ids == (*first.prompt_ids, *ids(said), *second.prompt_ids)

@@ -1,10 +1,11 @@
 """An agent program in a run: what it asks becomes trainable turns, whatever client it uses."""
 
 import asyncio
+import base64
+import io
 import json
 import os
 import sys
-from collections.abc import Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,21 +13,24 @@ from typing import Any
 
 import openai
 import pytest
+from PIL import Image
 
 import envs.registry
 import envs.scaffolds
 from envs.agents import ProcessAgent, result_of
 from envs.check import check_environment
-from envs.definition import Definition
-from envs.types import Boundary, FinishReason, Missing, Score, Status, StopReason, Task, TrajectoryKey
-from model.engine.sampler import SamplingParams
-from rl.rollout.assignment import Assignment, request_seed
+from envs.types import Boundary, FinishReason, Missing, Score, Status, StopReason, Task
+from model.config import PolicyConfig, VisionConfig
+from model.images import ImageReader
+from rl.rollout.assignment import request_seed
 from rl.rollout.config import RolloutConfig, RolloutConfigError
 from rl.rollout.wal import TokenLog
 from rl.rollout.worker import Worker
 from rl.serve.agents import AgentDoor
 from rl.serve.taps import Taps
+from rl.trainers.data import trajectory_samples
 from tests.rl.rollout.scripted import CHAT, Boxes, ScriptedEngine, ids
+from tests.rl.serve.agent_samples import assignment, environment
 
 CALC = {
     "type": "function",
@@ -35,32 +39,6 @@ CALC = {
         "parameters": {"type": "object", "properties": {"e": {"type": "string"}}, "required": ["e"]},
     },
 }
-SAMPLING = SamplingParams(temperature=1.0, max_tokens=40)
-
-
-def key(index: int = 0) -> TrajectoryKey:
-    return TrajectoryKey("t", 60, "external", 3, index)
-
-
-def assignment(index: int = 0) -> Assignment:
-    task = Task.ask("t", "47*86=", gold="4042")
-    return Assignment(key=key(index), task=task, environment="e", sampling=SAMPLING, seed=11)
-
-
-def environment(agent: Any) -> Any:
-    def tasks(split: str, seed: int) -> Iterator[Task]:
-        yield Task.ask("t", "47*86=", gold="4042")
-
-    definition = Definition(
-        "e", tasks, splits=("train",), max_turns=None, reward="", efforts=(60,), sandbox=None
-    )
-    definition.agent(agent)
-
-    @definition.reward
-    def right(task: Task, trajectory: Any) -> float:
-        return float(result_of(trajectory) == task.gold)
-
-    return definition()
 
 
 @asynccontextmanager
@@ -70,9 +48,10 @@ async def worker(agent: Any, *turns: str, log: TokenLog | None = None, **setting
     taps = Taps(log.on_step if log else None)
     engine = ScriptedEngine(lambda request: left.pop(0), taps.on_step)
     max_turns, boxes = settings.pop("max_turns", None), settings.pop("boxes", None)
+    reader = settings.pop("reader", None)
     config = RolloutConfig(**{"deadline_s": 60.0, "max_total_tokens": 128, **settings})
     async with AsyncExitStack() as stack:
-        door = AgentDoor(engine, taps, CHAT, config.max_total_tokens, stack)
+        door = AgentDoor(engine, taps, CHAT, config.max_total_tokens, stack, reader)
         scaffold = envs.scaffolds.load("external")
         env = agent if hasattr(agent, "tasks") else environment(agent)
         yield Worker(env, scaffold, engine, CHAT, boxes, None, log, config, max_turns=max_turns, door=door)
@@ -363,3 +342,40 @@ async def test_a_program_may_have_the_sandbox_of_its_trajectory():
         trajectory = await held.run(assignment())
     assert trajectory.score == Score(1.0, {"right": 1.0})
     assert (boxes.lent, boxes.out) == (1, 0)
+
+
+async def test_an_agent_shows_images_and_its_turns_keep_them_for_training():
+    png = io.BytesIO()
+    Image.new("RGB", (8, 8), "red").save(png, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}"
+
+    async def agent(task: Task, access: Any) -> str:
+        shown: list[Any] = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "1"}]
+        async with client(access) as model:
+            messages: list[Any] = [{"role": "user", "content": shown}]
+            for _ in range(2):
+                answer = await model.chat.completions.create(model=access.model, messages=messages)
+                messages += [answer.choices[0].message, {"role": "user", "content": "2"}]
+        return answer.choices[0].message.content
+
+    vision = VisionConfig(
+        num_hidden_layers=1, hidden_size=32, num_attention_heads=2, intermediate_size=32, patch_size=4,
+        rope_theta=10000.0, downsample_ratio=1, max_image_tokens=64, min_pixels=16, max_wh_ratio=None,
+    )  # fmt: skip
+    nano = PolicyConfig.preset("nano")
+    token_map = (*range(64), 0)
+    config = replace(nano, vocab_size=65, engram_token_map=token_map, image_token_id=64, vision=vision)
+    reader = ImageReader.of(config)
+    async with worker(agent, "b<answer>5<end>", "<answer>4042<end>", reader=reader) as held:
+        trajectory = await held.run(assignment())
+        requests = held._engine.requests
+    (branch,) = trajectory.branches
+    assert branch[0].images is not None and branch[1].images is None
+    assert len(branch[0].images.patches) == 1
+    for request in requests:
+        assert request.images is not None and len(request.images.images) == 1
+        assert len(request.images.types) == len(request.token_ids)
+    (sample,) = trajectory_samples(trajectory, 1.0)
+    assert sample.images is not None and list(sample.images.types[: len(requests[1].images.types)]) == list(
+        requests[1].images.types
+    )

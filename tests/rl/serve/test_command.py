@@ -16,11 +16,15 @@ from model.checkpoint import save_policy
 from model.config import PolicyConfig
 from model.policy import Policy
 from rl.checkpoint import CheckpointStore
+from rl.engines.native import EngineClosedError
 from rl.launch.compose import load_config
 from rl.launch.run import RunState, open_run
 from rl.launch.runs import NoSuchRunError
-from rl.serve.command import ServeOptions, find_source
+from rl.launch.words import SettingsError
+from rl.serve.command import run_server
 from rl.serve.endpoint import Endpoint, on_loopback
+from rl.serve.engines import open_engine, watch
+from rl.serve.options import ServeOptions, Source, engine_settings, find_source
 from rl.serve.session import Session
 from rl.serve.taps import Taps
 from rl.serve.voices import EngineVoice
@@ -64,7 +68,7 @@ def test_a_checkpoint_is_found_by_its_folder_and_a_run_by_its_name(tmp_path, che
         store.save(step, {}, write)
     source = find_source(ServeOptions(target="trained", root=tmp_path))
     assert (source.name, source.folder) == ("trained", run.checkpoints / "step-2" / "policy")
-    assert source.run is not None and source.run.env.name == "calc"
+    assert source.run is not None and source.run.env.name == "calc" and source.step == 2
     assert find_source(ServeOptions(target="trained", root=tmp_path, step=1)).folder.parent.name == "step-1"
     assert find_source(ServeOptions(target=str(run.checkpoints / "step-1"))).name == "step-1"
     with pytest.raises(NoSuchRunError, match="did you mean 'trained'"):
@@ -78,6 +82,51 @@ def test_nobody_else_gets_in_without_a_token():
         ServeOptions(target="x", bind=Bind("0.0.0.0", public=True)).check()
     with pytest.raises(PolicyError, match="--packed"):
         ServeOptions(target="x", prefix_store="memory").check()
+
+
+def test_the_engine_is_the_runs_unless_words_choose_another():
+    def chosen(*words, source=None, **options):
+        source = source or Source(Path("x"), "x")
+        return engine_settings(ServeOptions(target="x", settings=words, **options), source)
+
+    trained = Source(
+        Path("x"), "x", load_config(["policy=hf", "engine=vllm", "engine.vllm.tensor_parallel=2"])
+    )
+    assert chosen().engine == "native"
+    assert chosen("engine=vllm", "engine.vllm.kv_cache_gb=3").vllm.kv_cache_gb == 3
+    found = chosen("engine.vllm.dtype=float32", source=trained)
+    assert (found.engine, found.vllm.tensor_parallel, found.vllm.dtype) == ("vllm", 2, "float32")
+    assert chosen("engine=native", source=trained).engine == "native"
+    with pytest.raises(PolicyError, match=r"--packed.* belong to engine=native"):
+        chosen("engine=vllm", packed=True)
+    with pytest.raises(SettingsError, match="no effect with engine=native"):
+        chosen("engine.vllm.dtype=float32")
+    with pytest.raises(SettingsError, match=r"did you mean engine\?"):
+        chosen("engin=vllm")
+
+
+def test_a_policy_of_our_own_network_is_not_served_by_vllm(checkpoint):
+    with pytest.raises(ValueError, match="take engine=native"):
+        run_server(ServeOptions(target=str(checkpoint), settings=("engine=vllm",)))
+
+
+async def test_an_engine_that_died_is_unhealthy_and_ends_the_server(checkpoint):
+    source = find_source(ServeOptions(target=str(checkpoint)))
+    taps = Taps()
+    async with open_engine(ServeOptions(target=str(checkpoint), context=64), source, taps) as served:
+        session = Session(EngineVoice(served.engine, taps, "k", 64, images=False), served.chat)
+        endpoint = Endpoint("mine", served.chat, served.engine.stats, anyone=session)
+        async with on_loopback(endpoint) as url, aiohttp.ClientSession() as http:
+
+            async def health():
+                async with http.get(url.replace("/v1", "/health")) as response:
+                    return response.status, await response.json()
+
+            assert await health() == (200, {"ok": True})
+            await served.engine.close()
+            assert await health() == (503, {"ok": False})
+            with pytest.raises(EngineClosedError, match="serve again"):
+                await watch(served.engine)
 
 
 async def test_without_a_key_only_programs_of_this_machine_are_served():

@@ -1,11 +1,16 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from model.config import PolicyConfig
+from model.config import PolicyConfig, VisionConfig
+from model.images import PreparedImage
 from model.policy import PackedTokens, Policy
 from rl.algorithms.opd import reverse_kl
 from rl.trainers.base import NonFiniteLossError
+from rl.trainers.data import SampleImages
+from rl.trainers.draft import DraftConfig
 from rl.trainers.opd import OPDConfig, OPDTrainer, TeacherConfig
 from rl.trainers.optim import OptimizerConfig
 from rl.trainers.teachers import TaughtSample, TeacherError, Teachers
@@ -122,3 +127,81 @@ def test_a_loss_that_is_not_finite_leaves_the_weights(make_policy, samples, teac
     with pytest.raises(NonFiniteLossError, match="s"):
         trainer.step(taught)
     assert torch.equal(trainer.policy.embed.weight, before)
+
+
+VISION = VisionConfig(
+    num_hidden_layers=1,
+    hidden_size=16,
+    num_attention_heads=2,
+    intermediate_size=16,
+    patch_size=6,
+    rope_theta=10000.0,
+    downsample_ratio=1,
+    max_image_tokens=16,
+    min_pixels=36,
+    max_wh_ratio=None,
+)
+
+
+def seeing(seed, preset="nano", vision=VISION):
+    policy = Policy(replace(PolicyConfig.preset(preset), vision=vision, image_token_id=60))
+    policy.reset_parameters(seed)
+    return policy
+
+
+def picture(make_sample, seed):
+    """A sample of an image of 2 x 3 patches and a few tokens that look the same for every seed."""
+    patches = torch.rand(6, 3, 6, 6, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+    image = PreparedImage(patches, (2, 3))
+    span = image.types(VISION)
+    ids = [5, *[60] * len(span), 9, 10, 11, 12]
+    types = np.array([-1, *span, -1, -1, -1, -1], dtype=np.int8)
+    mask = [0] * (len(span) + 2) + [1, 1, 1]
+    return make_sample(ids, mask, id=f"i{seed}", images=SampleImages(types, (image,)))
+
+
+def test_the_teacher_sees_the_students_images(make_sample):
+    samples = [picture(make_sample, seed) for seed in (1, 2)]
+    teachers = Teachers(64, fake_quant=False, vision=VISION)
+    teachers.add("all", lambda: seeing(7, "pico"))
+    first, second = teachers.teach(samples, lambda sample: "all")
+    assert not np.allclose(first.hidden, second.hidden, atol=1e-3)
+    student = seeing(3)
+    tower = {name: tensor.clone() for name, tensor in student.vision.state_dict().items()}
+    bias = student.blocks[0].ffn.gate.bias_vl.clone()
+    metrics = OPDTrainer(student, OPDConfig(optimizer=FAST), teachers).step([first, second])
+    assert metrics["opd/kl"] > 0
+    assert any(not torch.equal(tower[name], tensor) for name, tensor in student.vision.state_dict().items())
+    assert not torch.equal(student.blocks[0].ffn.gate.bias_vl, bias)
+
+
+@pytest.mark.parametrize("vision", [None, replace(VISION, patch_size=4)])
+def test_a_teacher_with_other_eyes_is_refused_only_where_there_is_something_to_see(
+    make_sample, samples, vision
+):
+    teachers = Teachers(64, vision=VISION)
+    teachers.add("all", lambda: pico() if vision is None else seeing(7, vision=vision))
+    assert len(teachers.teach(samples, lambda sample: "all")) == len(samples)
+    with pytest.raises(TeacherError, match="does not see images as the student does"):
+        teachers.teach([picture(make_sample, 1)], lambda sample: "all")
+
+
+def test_the_drafter_follows_the_student_and_gives_it_no_gradient(samples):
+    def student():
+        policy = Policy(PolicyConfig.preset("nano_draft"))
+        policy.reset_parameters(3)
+        return policy
+
+    teachers = Teachers(64, fake_quant=False)
+    teachers.add("all", pico)
+    taught = teachers.teach(samples, lambda sample: "all")
+    plain, drafting = student(), student()
+    OPDTrainer(plain, OPDConfig(optimizer=FAST), teachers).step(taught)
+    config = OPDConfig(optimizer=FAST, draft=DraftConfig(anchors=4), recompute=True)
+    metrics = OPDTrainer(drafting, config, teachers).step(taught)
+    assert any(name.startswith("opd/draft.") for name in metrics)
+    moved = set()
+    for (name, one), other in zip(plain.named_parameters(), drafting.parameters(), strict=True):
+        if not torch.allclose(one, other, atol=1e-6):
+            moved.add(name.split(".")[0])
+    assert moved == {"mtp"}

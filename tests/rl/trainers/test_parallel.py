@@ -73,6 +73,7 @@ def test_two_processes_train_as_one(tmp_path, inputs):
     alone = {
         "sft": one_rank.sft(policy, inputs["samples"], ALONE),
         "rl": one_rank.rl(one_rank.make_policy(), inputs["groups"], ALONE),
+        "opd": one_rank.opd(one_rank.make_policy(), inputs["samples"], ALONE),
     }
     for experts in (1, 2):
         together = torch.load(tmp_path / f"results-{experts}.pt", weights_only=False)

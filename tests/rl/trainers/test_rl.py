@@ -220,6 +220,39 @@ def test_a_kl_term_pulls_towards_the_reference(make_policy, sampled):
         RLTrainer(policy, fast(), AlgorithmConfig(), reference=reference)
 
 
+def test_the_entropy_bonus_follows_its_target_and_its_weight_survives_a_restore(make_policy, sampled):
+    algorithm = AlgorithmConfig(entropy_target=9.0, entropy_rate=0.01)  # more than any policy has
+    trainer = RLTrainer(make_policy(), fast(steps=100), algorithm)
+    metrics = [trainer.step([sampled(trainer, (1.0, 1.0))]) for _ in range(3)]
+    weights = [m["train/entropy.coef"] for m in metrics]
+    assert weights[0] == 0 < weights[1] < weights[2] < trainer.entropy_coef <= 0.05
+    assert [m["train/entropy.target"] for m in metrics] == [9.0] * 3
+    assert all(m["train/groups.dropped.zero_advantage"] == 0 for m in metrics), "they feel the bonus too"
+    resumed = RLTrainer(make_policy(), fast(steps=100), algorithm)
+    resumed.load_state_dict(trainer.state_dict())
+    assert resumed.entropy_coef == trainer.entropy_coef
+
+
+def test_an_entropy_bonus_spreads_what_is_sampled(make_policy, sampled):
+    spread = []
+    for target in (0.0, 9.0):
+        settings = {"entropy_target": target, "entropy_coef": 0.05} if target else {"entropy_coef": 1e-9}
+        trainer = RLTrainer(make_policy(), fast(steps=100), AlgorithmConfig(**settings))
+        for _ in range(3):
+            metrics = trainer.step([sampled(trainer, (1.0, 1.0))])
+        spread.append(metrics["train/entropy"])
+    assert spread[1] > spread[0]
+
+
+def test_without_a_target_the_weight_is_the_configurations(make_policy, sampled):
+    trainer = RLTrainer(make_policy(), fast(), AlgorithmConfig(entropy_coef=0.01))
+    metrics = trainer.step([sampled(trainer)])
+    assert "train/entropy.coef" not in metrics and trainer.entropy_coef == 0.01
+    other = RLTrainer(make_policy(), fast(), AlgorithmConfig(entropy_coef=0.02))
+    other.load_state_dict(trainer.state_dict())
+    assert other.entropy_coef == 0.02
+
+
 def test_continues_bit_equally_after_a_restore(make_policy, sampled):
     straight = RLTrainer(make_policy(), fast(), AlgorithmConfig())
     straight.step([sampled(straight)])

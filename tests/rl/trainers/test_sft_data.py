@@ -166,6 +166,10 @@ def test_parquet_rows_are_those_of_jsonl(tmp_path):
         (json.dumps(conversation("1" * 99)), r"more than sft\.max_tokens=50"),
         (json.dumps(conversation([{"type": "image", "path": "x.png"}])), r"a\.jsonl:2: "),
         ('{"trajectory": {}}', r"a\.jsonl:2: "),
+        ('{"trajectory": "x"}', r"a\.jsonl:2: trajectory is an object"),
+        (json.dumps(conversation(tools="python")), r"a\.jsonl:2: tools is a list of objects"),
+        (json.dumps(conversation(tools=["python"])), r"a\.jsonl:2: tools is a list of objects"),
+        (json.dumps({"messages": [{"role": "assistant", "tool_calls": "x"}]}), "message 1: tool_calls is a"),
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(tmp_path, line, message):
@@ -177,10 +181,36 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path, line, message):
 
 def test_blank_lines_count_as_lines(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_text("\n" + json.dumps(conversation()) + "\n\n{\n")
+    path.write_text("\n" + json.dumps(conversation()) + "\n\n{}\n")
     assert len(open_rows(str(path))) == 2
     with pytest.raises(DataError, match=r"a\.jsonl:4"):
         stream(path).in_order(2)
+
+
+@pytest.mark.parametrize("line", [b"{", b"\0" * 9, b'{"messages": "\xff"}', b"[" * 100_000])
+def test_a_line_that_is_no_json_is_told_before_training_begins(tmp_path, line):
+    path, good = tmp_path / "a.jsonl", json.dumps(conversation()).encode() + b"\n"
+    path.write_bytes(good + line + b"\n" + good)
+    with pytest.raises(DataError, match=r"a\.jsonl:2: not JSON"):
+        open_rows(str(path))
+
+
+def test_a_damaged_row_group_is_named(tmp_path):
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([conversation() for _ in range(2000)]), path)
+    damaged = bytearray(path.read_bytes())
+    damaged[40:200] = bytes(160)
+    path.write_bytes(damaged)
+    with pytest.raises(DataError, match=r"a\.parquet, row 1: cannot be read"):
+        stream(path).in_order(1)
+
+
+def test_validation_files_without_a_sample_are_refused(make_turn, make_trajectory, tmp_path):
+    bad = make_trajectory([[make_turn([4], [6])]], 0.0)
+    path = write(tmp_path / "a.jsonl", [{"trajectory": trajectory_to_json(bad)}])
+    config = load_config(["sft.steps=1", f"sft.validation=[{path}]", "sft.min_score=2"])
+    with pytest.raises(DataError, match=r"no row of sft\.validation gives a sample"):
+        Demonstrations(config, CHAT, PolicyConfig.preset("nano"))
 
 
 @pytest.mark.parametrize(

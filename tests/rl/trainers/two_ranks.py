@@ -13,9 +13,11 @@ from model.policy import Policy
 from rl.algorithms import AlgorithmConfig
 from rl.trainers import OptimizerConfig, RLConfig, RLTrainer, SFTConfig, SFTTrainer, sharded, shards
 from rl.trainers.experts import stacked_name
+from rl.trainers.opd import OPDConfig, OPDTrainer
 from rl.trainers.parallel import full_state, spread
 from rl.trainers.parallel_config import ParallelConfig
 from rl.trainers.ranks import Ranks
+from rl.trainers.teachers import Teachers
 
 RATES = OptimizerConfig(
     learning_rate=1e-3, muon_learning_rate=1e-2, balanced_learning_rate=1e-2, warmup_steps=0, head_wise=True
@@ -79,6 +81,22 @@ def rl(policy, groups, ranks):
     return {"metrics": metrics, "gradients": gradients, "weights": dict(full_state(policy))}
 
 
+def opd(policy, samples, ranks):
+    def teacher():
+        made = Policy(PolicyConfig.preset("pico"))
+        made.reset_parameters(7)
+        return made
+
+    teachers = Teachers(policy.config.vocab_size, token_budget=64, fake_quant=False, ranks=ranks)
+    for name in ("even", "odd"):
+        teachers.add(name, teacher)
+    taught = teachers.teach(samples, lambda sample: "odd" if int(sample.id) % 2 else "even")
+    config = OPDConfig(token_budget=64, optimizer=RATES, balance_coef=0.1, indexer_coef=0.1, fake_quant=False)
+    trainer = OPDTrainer(policy, config, teachers, {"odd": 2.0}, ranks=ranks)
+    metrics, gradients = with_gradients(trainer, lambda: trainer.step(taught))
+    return {"metrics": metrics, "gradients": gradients, "weights": dict(full_state(policy))}
+
+
 def reshard(policy, folder, ranks, layout):
     """Reads what one process wrote, and writes it again."""
     trainer = SFTTrainer(policy, SFTConfig(token_budget=64, optimizer=RATES), ranks=ranks)
@@ -107,6 +125,7 @@ def main(folder: Path, rank: int, size: int):
         results = {"sft": sft(policy(), inputs["samples"], ranks, recompute=expert == 1)}
         if expert > 1:
             results["rl"] = rl(policy(), inputs["groups"], ranks)
+            results["opd"] = opd(policy(), inputs["samples"], ranks)
         with torch.no_grad():
             reshard(policy(), folder, ranks, expert)
         if rank == 0:

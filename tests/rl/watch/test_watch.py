@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import errno
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -9,8 +12,11 @@ from rl.launch.cli import main
 from rl.launch.compose import load_config
 from rl.launch.run import RunFolder, RunState, open_run
 from rl.rollout.buffer import Batch
+from rl.watch import watch as watching
+from rl.watch.alarms import Alarms
 from rl.watch.jsonl import read_rows, series
 from rl.watch.metrics import batch_metrics
+from rl.watch.status import Status, write_status
 from rl.watch.watch import Watch, open_watch
 
 
@@ -74,3 +80,29 @@ def test_what_ended_a_run_stands_in_its_status(tmp_path: Path):
     with pytest.raises(RuntimeError), watch:
         raise RuntimeError("the disk is full")
     assert "failed: RuntimeError: the disk is full" in (folder.path / "STATUS.md").read_text()
+
+
+def test_a_disk_that_was_full_for_a_while_ends_no_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(watching, "_HEARTBEAT_S", 0.01)
+    tried, full = threading.Event(), threading.Event()
+    full.set()
+
+    def write(run: Path, status: Status, alarms: Alarms) -> None:
+        tried.set()
+        if full.is_set():
+            raise OSError(errno.ENOSPC, "no space left on device")
+        write_status(run, status, alarms)
+
+    monkeypatch.setattr(watching, "write_status", write)
+    folder, watch = start(tmp_path)
+    with watch:
+        assert tried.wait(30)
+        full.clear()
+        deadline = time.monotonic() + 30
+        while not (folder.path / "STATUS.md").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        full.set()
+    assert "STATUS.md does not say how the run ended" in capsys.readouterr().out

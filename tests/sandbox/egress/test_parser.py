@@ -31,6 +31,15 @@ def test_a_request_is_written_anew() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "name", ["X-HTTP-Method-Override", "x-http-method", "X-Method-Override", "X_HTTP_Method_Override",
+             "Transfer_Encoding", "Content_Length", "Proxy_Authorization"]
+)  # fmt: skip
+def test_what_servers_take_for_another_request_stays_here(name: str) -> None:
+    request = http.parse(f"GET http://a.lab/ HTTP/1.1\r\nHost: a.lab\r\n{name}: DELETE".encode())
+    assert request.fields == []
+
+
 def test_a_body_is_announced() -> None:
     request = http.parse(
         b"POST http://a.lab HTTP/1.1\r\nhost: a.lab\r\ncontent-length: 12\r\nexpect: 100-continue"

@@ -26,6 +26,12 @@ from sandbox.egress.ledger import Ledger
 from sandbox.egress.operator import Bounds, Operator
 from sandbox.policy import DenialReason, Network, Rule
 
+
+def nobody() -> socket.socket:
+    """The owner of a sandbox who does not listen."""
+    raise ConnectionRefusedError
+
+
 HOSTILE = """
 import ctypes, errno, json, os, socket, struct, sys, threading
 sys.path.insert(0, '/')
@@ -190,7 +196,7 @@ async def test_a_taken_over_proxy_reaches_nothing_else(
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     network = Network({"setup": rules}, "setup")
-    connector = Connector(ours, network, Operator.read(tmp_path), Ledger("box"))
+    connector = Connector(ours, network, Operator.read(tmp_path), Ledger("box"), nobody)
     cgroup = Cgroup.create(f"{tmp_path.name}-{os.getpid()}", jail.limits(Bounds()))
     process = await jail.start(cgroup, theirs, door, Bounds(), program)
     theirs.close()
@@ -255,7 +261,7 @@ async def test_a_proxy_that_talks_out_of_turn_is_not_heard_further(message: byte
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     with ours, theirs:
-        connector = Connector(ours, Network({"setup": ()}, "setup"), Operator(), Ledger("box"))
+        connector = Connector(ours, Network({"setup": ()}, "setup"), Operator(), Ledger("box"), nobody)
         theirs.sendall(message)
         theirs.shutdown(socket.SHUT_WR)
         if message:
@@ -280,7 +286,7 @@ async def test_a_proxy_that_talks_without_end_does_not_have_the_node_to_itself()
         return said
 
     with ours, theirs:
-        connector = Connector(ours, Network({"setup": ()}, "setup"), Operator(), Ledger("box"))
+        connector = Connector(ours, Network({"setup": ()}, "setup"), Operator(), Ledger("box"), nobody)
         talking = asyncio.create_task(asyncio.to_thread(talk))
         serving = asyncio.create_task(connector.serve())
         theirs.settimeout(30)
@@ -308,7 +314,9 @@ async def test_a_proxy_that_takes_more_than_its_bounds_is_cut_by_the_node(web: A
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     rule = Rule("files.lab", web.port, private=True)
-    connector = Connector(ours, Network({"setup": (rule,)}, "setup"), Operator.read(tmp_path), Ledger("box"))
+    connector = Connector(
+        ours, Network({"setup": (rule,)}, "setup"), Operator.read(tmp_path), Ledger("box"), nobody
+    )
     serving = asyncio.create_task(connector.serve())
     question = json.dumps({"ask": 1, "method": "GET", "host": "files.lab", "port": web.port}).encode()
 

@@ -1,0 +1,226 @@
+"""Times of the policy on a GPU: training, prefill, decoding, and the kernels that a layer launches."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.model_gpu_setup import cache_of, fill
+from model.cache.policy_cache import PolicyCache
+from model.decode import Step, StepInput
+from model.decode_graphs import graphs_of, width_bucket
+from model.ops.linear_logprob import linear_logprob
+from model.policy import PackedTokens, Policy
+
+
+def median(run: Callable[[], object], repeat: int = 5, warm: int = 2) -> float:
+    """Median seconds."""
+    for _ in range(warm):
+        run()
+    times = []
+    for _ in range(repeat):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return sorted(times)[repeat // 2]
+
+
+def train_step(policy: Policy, tokens: int, documents: int) -> float:
+    """Seconds of forward, loss, backward and a fused AdamW update."""
+    ids = torch.randint(0, policy.config.vocab_size, (tokens,), device="cuda")
+    packed = PackedTokens(ids, torch.arange(documents + 1, device="cuda") * (tokens // documents))
+    tables = {id(block.engram.embed.weight) for block in policy.blocks if block.engram is not None}
+    dense = [p for p in policy.parameters() if id(p) not in tables]
+    optimizer = torch.optim.AdamW(dense, lr=1e-6, fused=True)
+
+    def step() -> None:
+        hidden = policy(packed).hidden
+        logprob, _ = linear_logprob(hidden[:-1], policy.head.weight, ids[1:])  # pyright: ignore
+        (-logprob.mean()).backward()
+        optimizer.step()
+        policy.zero_grad(set_to_none=True)
+
+    gc.collect()
+    return median(step, 3, 2)
+
+
+def operations(policy: Policy, tokens: int) -> float:
+    """Useful operations of a training step on one document: 6 a weight met, attention and index scores."""
+    c = policy.config
+    expert = 3 * c.hidden_size * c.moe_intermediate_size
+    met = sum(
+        p.numel()
+        for name, p in policy.named_parameters()
+        if p.dim() == 2 and not name.startswith("embed") and "engram.embed" not in name
+    )
+    met += c.num_hidden_layers * (c.num_experts_per_tok + c.n_shared_experts) * expert
+    attention = index = 0.0
+    for layer in range(c.num_hidden_layers):
+        ratio = c.ratio(layer)
+        seen = c.sliding_window
+        if ratio:
+            seen += min(c.index_topk, tokens / ratio / 2)
+        attention += 14 * c.num_attention_heads * c.head_dim * seen
+        if layer in c.index_source_layer_ids:
+            index += 2 * c.index_n_heads * c.index_head_dim * tokens / ratio / 2
+    return tokens * (6 * met + attention + index)
+
+
+def dense_step(model: Dense, tokens: int) -> float:
+    """The same step of the dense peer."""
+    ids = torch.randint(0, model.embed.num_embeddings, (tokens,), device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+
+    def step() -> None:
+        logprob, _ = linear_logprob(model(ids)[:-1], model.head.weight, ids[1:])
+        (-logprob.mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return median(step, 3, 2)
+
+
+@torch.no_grad()
+def prefill(policy: Policy, tokens: int, decoded: int | None) -> float:
+    """Seconds to prefill a prompt, the decoder running its last `decoded` tokens (None: all)."""
+    cache = cache_of(policy, 1, tokens)
+    ids = torch.randint(0, policy.config.vocab_size, (1, tokens), device="cuda")
+    start = None if decoded is None else torch.tensor([tokens - decoded])
+
+    def run() -> None:
+        slot = cache.allocate()
+        slots = torch.tensor([slot], device="cuda")
+        policy.extend(cache, slots, ids, torch.tensor([tokens]), decode_from=start)
+        cache.free(slot)
+
+    return median(run, 3, 1)
+
+
+@torch.no_grad()
+def decode(policy: Policy, batch: int, tokens: int) -> float:
+    """Seconds of a decode step's graph for `batch` sequences of `tokens` each, all at their own positions."""
+    cache = cache_of(policy, batch, tokens)
+    slots = fill(policy, cache, batch, tokens)
+    graphs = graphs_of(policy, cache)
+    ids = torch.randint(0, policy.config.vocab_size, (batch,), device="cuda")
+    positions = [tokens] * batch
+    floors = [[0] * batch, [max(tokens - 128, 0)] * batch]
+    cache.make_room(slots, [1] * batch)
+    graphs.step(slots, ids, positions, floors)
+    captured = graphs.captured(batch, width_bucket(tokens + 1, cache.max_tokens))
+    return median(captured.replay, 9, 3)
+
+
+def launches(run: Callable[[], object]) -> list[tuple[str, float]]:
+    """Names of the kernels that a call launches, in order, and their microseconds."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    on_device = torch.autograd.DeviceType.CUDA
+    kernels = [e for e in profile.events() if e.device_type == on_device and not e.name.startswith("Mem")]
+    return [(e.name, e.device_time) for e in sorted(kernels, key=lambda e: e.time_range.start)]
+
+
+def of_a_layer(names: list[tuple[str, float]], layer: int) -> list[str]:
+    """The kernels of a layer, from its first projection to coefficients to its second update of streams."""
+    starts = [at for at, (name, _) in enumerate(names) if name == "_coefficients"]
+    stops = [at for at, (name, _) in enumerate(names) if name == "_update"]
+    return [name for name, _ in names[starts[2 * layer] : stops[2 * layer + 1] + 1]]
+
+
+PARTS = {
+    "attention": ("_decode", "_forward", "_joint_rows"),
+    "index scan": ("_scores",),
+    "top-k": ("_select", "_group_maxima", "_select_postponed", "_rows"),
+    "hyper-connections": ("_coefficients", "_update", "_input"),
+    "experts": ("_few", "_route", "_place", "_histogram", "_swiglu", "cutlass", "prepare_grouped"),
+    "products": ("nvjet", "splitK", "gemm", "_product", "_add", "cublas"),
+    "norm, rotation, packing": (
+        "_rotary",
+        "_window",
+        "_pack",
+        "_index",
+        "layer_norm",
+        "_unpack",
+        "vectorized_layer",
+    ),
+}
+
+
+def split(names: list[tuple[str, float]]) -> dict[str, float]:
+    """Milliseconds by part of the step."""
+    found = dict.fromkeys([*PARTS, "other"], 0.0)
+    for name, microseconds in names:
+        part = next((p for p, marks in PARTS.items() if any(mark in name for mark in marks)), "other")
+        found[part] += microseconds / 1000
+    return found
+
+
+@torch.no_grad()
+def step_alone(policy: Policy, cache: PolicyCache, slots: list[int], tokens: int) -> Callable[[], Tensor]:
+    """A decode step without a graph, for the profiler."""
+    batch = len(slots)
+    numbers = torch.tensor(
+        [slots, [tokens] * batch, [0] * batch, [max(tokens - 128, 0)] * batch], device="cuda"
+    )
+    given = StepInput(numbers[0], torch.full_like(numbers[0], 5), numbers[1], numbers[2:])
+    cache.make_room(slots, [1] * batch)
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            return Step(policy, cache, given, cache.max_tokens).run()
+
+    run()
+    return run
+
+
+class DenseBlock(torch.nn.Module):
+    """A layer of the dense peer: grouped-query attention by SDPA and a gated MLP."""
+
+    def __init__(self, width: int, heads: int, groups: int, inner: int) -> None:
+        super().__init__()
+        self.heads, self.groups, self.size = heads, groups, width // heads
+        self.norm1, self.norm2 = torch.nn.RMSNorm(width), torch.nn.RMSNorm(width)
+        self.qkv = torch.nn.Linear(width, width + 2 * groups * self.size, bias=False)
+        self.out = torch.nn.Linear(width, width, bias=False)
+        self.up = torch.nn.Linear(width, 2 * inner, bias=False)
+        self.down = torch.nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, d] of one document."""
+        q, k, v = self.qkv(self.norm1(x)).split(
+            [self.heads * self.size, self.groups * self.size, self.groups * self.size], 1
+        )
+        q, k, v = (y.unflatten(1, (-1, self.size)).transpose(0, 1)[None] for y in (q, k, v))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.out(attended[0].transpose(0, 1).flatten(1))
+        gate, up = self.up(self.norm2(x)).chunk(2, 1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class Dense(torch.nn.Module):
+    """A dense model with as many weights as the policy, 24 layers of width 2048."""
+
+    def __init__(self, weights: int, vocabulary: int, width: int = 2048, layers: int = 24) -> None:
+        super().__init__()
+        heads, groups = 16, 4
+        attention = 2 * width * width + 2 * width * groups * (width // heads)
+        inner = int((weights - 2 * vocabulary * width) / layers - attention) // (3 * width) // 64 * 64
+        self.embed = torch.nn.Embedding(vocabulary, width)
+        self.blocks = torch.nn.ModuleList(DenseBlock(width, heads, groups, inner) for _ in range(layers))
+        self.norm = torch.nn.RMSNorm(width)
+        self.head = torch.nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[T] to the head's input [T, d]."""
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)

@@ -1,0 +1,245 @@
+"""One decoded token for each of some cached sequences, with no number of it on the host.
+
+Everything a step does follows from tensors on the device (slots, tokens, positions), so that it can be
+captured as a graph once and replayed (`model.decode_graphs`). Keys are read where they lie, as records.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from model.config import AttentionMode
+from model.flat import Angles, angles_of
+from model.flat_keys import index_records, projected, records_of
+from model.fused import COEFFICIENTS, coefficients, experts, project
+from model.layers.attention import Attention
+from model.layers.engram_hash import look_back
+from model.layers.exact import is_exact
+from model.ops.decode_rows import decode_rows
+from model.ops.hyper_boundary import STREAMS, hyper_input, hyper_update
+from model.ops.index_decode import decode_scores
+from model.ops.pack_keys import pack_keys
+from model.ops.rotary import index_heads, rotary, window_keys
+from model.ops.sparse_decode import sparse_decode
+from model.ops.topk import topk
+
+if TYPE_CHECKING:
+    from model.cache.policy_cache import PolicyCache
+    from model.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """What a step reads. All [B] int64 on the device."""
+
+    slots: Tensor
+    token_ids: Tensor
+    positions: Tensor
+    """Of the tokens."""
+    floors: Tensor
+    """[2, B] first positions whose window keys the encoder and the decoder see."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What the layers of a group share."""
+
+    source: int
+    rows: Tensor | None = None
+    """[B, K] int32 rows of main records."""
+    counts: Tensor | None = None
+    """[B, 2] int32, how many of these rows and of the window's are set."""
+    blocks: Tensor | None = None
+    """[B, C] int32 candidate blocks; None: all keys."""
+
+
+class Step:
+    """One step of `policy` over `cache`, for contexts of up to `width` tokens."""
+
+    def __init__(self, policy: Policy, cache: PolicyCache, given: StepInput, width: int) -> None:
+        self.policy, self.cache, self.given, self.width = policy, cache, given, width
+        config = policy.config
+        assert cache.pages is not None
+        self.table = cache.pages.table.index_select(0, given.slots)
+        self.entries = cache.windows.storage.shape[2]
+        self.target = given.slots * self.entries + given.positions % self.entries
+        self.windows = [self._window(floor, config.sliding_window) for floor in given.floors]
+        self._angles: dict[int, Angles] = {}
+        none = torch.full((len(given.slots), 1), -1, dtype=torch.int32, device=given.slots.device)
+        self._nothing = none, none.new_zeros((1, 9 * config.head_dim // 16), dtype=torch.uint8)
+
+    def run(self) -> Tensor:
+        """[B, d], the head's input."""
+        policy, config = self.policy, self.policy.config
+        embedded = F.embedding(self.given.token_ids, policy.embed.weight)  # pyright: ignore
+        memory = self._engram()
+        streams = embedded.unsqueeze(1).expand(-1, STREAMS, -1).contiguous()
+        coefficient = torch.zeros(len(embedded), COEFFICIENTS, device=streams.device)
+        coefficient[:, 0] = 1.0
+        x = squares = chosen = None
+        sources: dict[int, Chosen] = {}
+        for block in policy.blocks:
+            attention = block.attn
+            if block.engram is not None:
+                assert memory is not None
+                streams, x = block.engram(streams, memory[:, block.engram_column], None), None
+            if x is None or squares is None:
+                x, squares = hyper_input(
+                    streams, coefficient, block.attn_norm.weight, eps=block.attn_norm.eps
+                )
+            if block.layer == config.decoder_start:
+                for layer in (s for s in config.kv_source_layer_ids if s >= block.layer):
+                    sources[layer] = self._add_keys(policy.blocks[layer].attn, x)
+            if block.layer in sources:
+                chosen = sources.pop(block.layer)
+            elif attention.mode is AttentionMode.FULL:
+                chosen = self._add_keys(attention, x)
+            coefficient = coefficients(block.hc_attn, streams, squares)
+            update, chosen = self._attend(attention, x, chosen)
+            ffn_norm = block.ffn_norm
+            streams, x, squares = hyper_update(
+                streams, update, coefficient, ffn_norm.weight, eps=ffn_norm.eps
+            )
+            coefficient = coefficients(block.hc_ffn, streams, squares)
+            update, _ = experts(block.ffn, x, None)
+            last = block.layer + 1 == len(policy.blocks)
+            norm = policy.norm if last else policy.blocks[block.layer + 1].attn_norm
+            streams, x, squares = hyper_update(streams, update, coefficient, norm.weight, eps=norm.eps)
+        assert x is not None
+        return x
+
+    def _window(self, floor: Tensor, window: int) -> tuple[Tensor, Tensor]:
+        """Rows [B, W] int32 of the window records each token sees, oldest first, and how many."""
+        positions = self.given.positions
+        oldest = torch.maximum(positions - (window - 1), floor)
+        place = oldest[:, None] + torch.arange(window, device=positions.device)
+        rows = self.given.slots[:, None] * self.entries + place % self.entries
+        rows = torch.where(place <= positions[:, None], rows, -1).int()
+        return rows, (positions - oldest + 1).int()
+
+    def angles(self, attention: Attention) -> Angles:
+        """Of the tokens in a layer."""
+        kind = min(attention.ratio, 1)
+        if kind not in self._angles:
+            self._angles[kind] = angles_of(self.given.positions, attention.frequencies)
+        return self._angles[kind]
+
+    def _engram(self) -> Tensor | None:
+        policy, cache, given = self.policy, self.cache, self.given
+        if policy.engram_hash is None or policy.token_map is None:
+            return None
+        pad = policy.token_map[policy.config.engram_pad_token_id]
+        ids = policy.token_map[given.token_ids]
+        entries = cache.tail.shape[1]
+        cache.tail.view(-1).index_copy_(0, given.slots * entries + given.positions % entries, ids)
+        before = given.positions[:, None] - torch.arange(cache.reach + 1, device=ids.device)
+        held = cache.tail[given.slots[:, None], before % entries]
+        return policy.engram_hash(look_back(torch.where(before < 0, pad, held), pad))
+
+    def _add_keys(self, attention: Attention, x: Tensor) -> Chosen:
+        """Write the record of each token's group, which is seen once the group has closed."""
+        layer, ratio, given, cache = attention.layer, attention.ratio, self.given, self.cache
+        norm, gates = attention.compressor.norm, None
+        group = torch.div(given.positions, ratio, rounding_mode="floor")
+        values, own_gates = projected(attention, x)
+        if own_gates is not None:
+            pending = cache.pending[layer]
+            flat, ring = pending.view(-1, pending.shape[2]), pending.shape[1]
+            at = given.slots * ring + given.positions % ring
+            flat.index_copy_(0, at, torch.cat([values, own_gates], 1))
+            places = group[:, None] * ratio + torch.arange(ratio, device=x.device)
+            waiting = flat.index_select(0, (given.slots[:, None] * ring + places % ring).flatten())
+            values, gates = (
+                waiting[:, : attention.width].contiguous(),
+                waiting[:, attention.width :].contiguous(),
+            )
+        angles = self.angles(attention) if ratio == 1 else angles_of(group * ratio, attention.frequencies)
+        main, index = records_of(cache, layer)
+        latent, records = pack_keys(
+            "main", values, gates=gates, ratio=ratio, norm=norm.weight, eps=norm.eps, rope=angles
+        )
+        pages = self.table.gather(1, torch.div(group, main.page_groups, rounding_mode="floor")[:, None])[:, 0]
+        rows = pages * main.page_groups + group % main.page_groups
+        main.records.index_copy_(0, rows, records)
+        index.records.index_copy_(0, rows, index_records(attention, latent, angles))
+        return Chosen(layer)
+
+    def _choose(self, attention: Attention, x: Tensor, latent: Tensor, known: Chosen) -> Chosen:
+        main, index = records_of(self.cache, known.source)
+        indexer, rule = attention.indexer, attention.rule
+        heads = indexer.wq_b(latent).unflatten(-1, (indexer.heads, indexer.width))
+        heads = index_heads(heads, *self.angles(attention), rounded=True)
+        weights = indexer.weights_proj(x) * (indexer.width**-0.5 * indexer.heads**-0.5)
+        ends = torch.div(self.given.positions + 1, attention.ratio, rounding_mode="floor").int()
+        width = max(self.width // attention.ratio, 1)
+        size = 8 if rule is None else rule.size
+        blocks = known.blocks if attention.restricted else None
+        scores = decode_scores(
+            heads,
+            weights.float(),
+            index.records,
+            self.table,
+            ends,
+            width=width if blocks is None else blocks.shape[1] * size,
+            page_groups=main.page_groups,
+            blocks=blocks,
+            block_size=size,
+        )
+        made = known.blocks
+        if rule is not None and not attention.restricted and rule.count(width) > rule.blocks:
+            made = _blocks(scores, ends, rule.blocks, size)
+        chosen = topk(scores, attention.top_k, ends=ends if blocks is None else None)
+        rows, counts = decode_rows(
+            chosen, self.table, page_groups=main.page_groups, blocks=blocks, block_size=size
+        )
+        counts = torch.stack([counts, self._window_of(attention)[1]], 1)
+        return replace(known, rows=rows, counts=counts, blocks=made)
+
+    def _window_of(self, attention: Attention) -> tuple[Tensor, Tensor]:
+        start = self.policy.config.decoder_start
+        return self.windows[start is not None and attention.layer >= start]
+
+    def _attend(self, attention: Attention, x: Tensor, known: Chosen | None) -> tuple[Tensor, Chosen | None]:
+        angles, norm = self.angles(attention), attention.kv_norm
+        latent = attention.q_norm(attention.wq_a(x))
+        query = attention.wq_b(latent).unflatten(-1, (attention.heads, attention.width))
+        query = rotary(query, *angles, in_place=True)
+        ring = self.cache.windows.storage[attention.layer].flatten(0, 1)
+        window_keys(
+            attention.wkv(x), norm.weight, *angles, eps=norm.eps, rounded=False, ring=ring, target=self.target
+        )
+        if attention.mode in (AttentionMode.FULL, AttentionMode.REINDEX):
+            assert known is not None
+            known = self._choose(attention, x, latent, known)
+        window_rows, window_counts = self._window_of(attention)
+        if attention.ratio and known is not None and known.rows is not None and known.counts is not None:
+            rows, counts = known.rows, known.counts
+            records = records_of(self.cache, known.source)[0].records
+        else:
+            rows, records = self._nothing
+            counts = torch.stack([torch.zeros_like(window_counts), window_counts], 1)
+        output = sparse_decode(
+            query,
+            records,
+            rows,
+            ring,
+            window_rows,
+            attention.attn_sink,
+            scale=attention.width**-0.5,
+            counts=counts,
+            exact=is_exact(),
+        )
+        return project(attention, output, angles), known
+
+
+def _blocks(scores: Tensor, ends: Tensor, count: int, size: int) -> Tensor:
+    """[B, C] int32 best blocks of masked scores; that of the newest key is always among them."""
+    best = F.pad(scores, (0, -scores.shape[1] % size), value=-torch.inf).unflatten(-1, (-1, size)).amax(-1)
+    newest = torch.div(ends - 1, size, rounding_mode="floor").long().clamp_min(0)
+    best.scatter_(1, newest[:, None], torch.inf)
+    return topk(best, count)

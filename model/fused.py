@@ -1,0 +1,354 @@
+"""A pass of the policy on kernels: the same layers as `Policy`, on packed tokens instead of rows.
+
+Training, prefill and the extension of cached sequences run here on a GPU; single decoded tokens have a step
+of their own (`model.decode`). What one site hands to the next is finished, mixed and normalised in one pass
+over the streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from model.batch import Batch
+from model.config import AttentionMode, PolicyConfig
+from model.flat import Angles, Flat
+from model.flat_keys import Keys, cached_keys, choose, new_keys, read_keys, selection
+from model.layers.attention import Attention, RunOptions
+from model.layers.block import Block
+from model.layers.exact import in_present_mode, is_exact
+from model.layers.hyper_connections import HyperConnection
+from model.layers.moe import MixtureOfExperts, Routing
+from model.ops.dispatch import note, served
+from model.ops.exact_linear import exact_linear
+from model.ops.experts import combine, few_rows, grouped, plan_of, route, spread, swiglu
+from model.ops.hyper_boundary import STREAMS, hyper_coefficients, hyper_input, hyper_update
+from model.ops.rotary import rotary, window_keys
+from model.ops.sparse_attention import sparse_attention, table_attention
+
+if TYPE_CHECKING:
+    from model.cache.policy_cache import PolicyCache
+    from model.cache.progress import Span
+    from model.policy import Policy
+
+Handed = tuple[Tensor, Tensor, Tensor, Tensor, Keys | None, Routing]
+"""What a block hands on: streams, coefficients, the next input, sums of squares, keys; and its routing."""
+COEFFICIENTS = (2 + STREAMS) * STREAMS
+_ROUNDS, _FLOOR = 20, 1e-6
+
+
+def unserved(config: PolicyConfig) -> str | None:
+    """Why the kernels do not serve a shape, or None."""
+    shape = (config.hc_mult, config.hc_sinkhorn_iters, config.hc_eps)
+    if shape != (STREAMS, _ROUNDS, _FLOOR):
+        return f"hyper-connections {shape}, kernels have {(STREAMS, _ROUNDS, _FLOOR)}"
+    if config.head_dim % 64 or config.index_head_dim % 64:
+        return "head widths that are no multiple of 64"
+    return None
+
+
+def applies(policy: Policy, embedded: Tensor, batch: Batch, options: RunOptions) -> bool:
+    """Whether a pass runs here; what it runs on is noted for `doctor` and the log."""
+    if not served(embedded):
+        note("policy", f"reference ({embedded.dtype} on {embedded.device.type})".replace("torch.", ""))
+        return False
+    why = unserved(policy.config)
+    if why is None and batch.image is not None:
+        why = "images"
+    if why is None and options.supervision is not None:
+        why = "the indexer's loss"
+    if why is None and any(block.ffn.spread is not None for block in policy.blocks):
+        why = "experts held by other processes"
+    note("policy", "kernels" if why is None else f"reference for {why}")
+    return why is None
+
+
+def decodes(policy: Policy, cache: PolicyCache, spans: list[Span]) -> bool:
+    """Whether an extension by `spans` is one decoded token a sequence, which has a step of its own."""
+    weight: Tensor = policy.embed.weight  # pyright: ignore[reportAssignmentType]
+    if not served(weight) or cache.storage != "packed" or unserved(policy.config) is not None:
+        return False
+    if torch.is_grad_enabled() or any(block.ffn.spread is not None for block in policy.blocks):
+        return False
+    return all(span.length == 1 and not span.counted and span.decoder_start == span.start for span in spans)
+
+
+class Pass:
+    """One forward pass."""
+
+    def __init__(self, policy: Policy, cache: PolicyCache | None, options: RunOptions) -> None:
+        self.policy, self.cache, self.options = policy, cache, options
+        if cache is not None and cache.storage != "packed":
+            raise ValueError(
+                f"kernels read packed caches and this one is {cache.storage}: make it with "
+                "storage='packed' and set policy.fake_quant, or run under model.ops.dispatch.reference_only()"
+            )
+        self.routings: list[Routing] = []
+        self.chosen: list[Tensor] = []
+        self.features: list[Tensor] = []
+
+    def run(
+        self, embedded: Tensor, batch: Batch, rows: Tensor | None
+    ) -> tuple[Tensor, Tensor, list[Routing]]:
+        """Streams and coefficients [T, 24] after the last layer, and where tokens were routed."""
+        policy, whole = self.policy, batch
+        config = policy.config
+        flat = Flat(batch, config.sliding_window)
+        streams = embedded.unsqueeze(1).expand(-1, STREAMS, -1).contiguous()
+        coefficient = torch.zeros(len(embedded), COEFFICIENTS, device=streams.device)
+        coefficient[:, 0] = 1.0
+        x = squares = keys = None
+        sources: dict[int, Keys] = {}
+        wanted = batch.keep_features or batch.trace is not None
+        for block in policy.blocks:
+            if block.engram is not None:
+                streams, x = block.inject(streams, batch, rows), None
+            if wanted and block.layer in config.dspark_target_layer_ids:
+                self.features.append(streams.float().mean(1).to(streams.dtype))
+            if x is None or squares is None:
+                x, squares = hyper_input(
+                    streams, coefficient, block.attn_norm.weight, eps=block.attn_norm.eps
+                )
+            if block.layer == config.decoder_start:
+                batch.record("boundary", x)
+                sources = self._decoder_keys(x, flat)
+                if batch.decoder is None:
+                    break
+                if batch.decoder is not batch:
+                    streams, coefficient, x, squares, rows = self._decoded(
+                        batch, streams, coefficient, x, squares, rows
+                    )
+                    batch = batch.decoder
+                    flat = Flat(batch, config.sliding_window)
+                    if self.cache is not None:
+                        sources = {
+                            layer: read_keys(policy.blocks[layer].attn, flat, self.cache) for layer in sources
+                        }
+            if block.layer in sources:
+                keys = sources.pop(block.layer)
+            elif block.attn.mode is AttentionMode.FULL:
+                keys = self._keys(block.attn, x, flat)
+            following = (
+                policy.norm
+                if block.layer + 1 == len(policy.blocks)
+                else policy.blocks[block.layer + 1].attn_norm
+            )
+            step = self._step(block, flat, following.weight, following.eps)
+            if block.recompute and torch.is_grad_enabled():
+                step = partial(checkpoint, in_present_mode(step), use_reentrant=False)
+            results: Handed = step(streams, x, squares, keys)  # pyright: ignore[reportAssignmentType]
+            streams, coefficient, x, squares, keys, routing = results
+            self.routings.append(routing)
+            if batch.capture is not None:
+                self.chosen.append(batch.among_all(routing.expert_ids))
+        if whole.capture is not None:
+            policy.complete(whole.capture, self.chosen)
+        if self.features:
+            whole.features = torch.cat(self.features, dim=-1)
+            whole.record("main_hidden", whole.features)
+        return streams, coefficient, self.routings
+
+    def _decoded(
+        self,
+        batch: Batch,
+        streams: Tensor,
+        coefficient: Tensor,
+        x: Tensor,
+        squares: Tensor,
+        rows: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        tokens = batch.decoder_tokens
+        if tokens is None:
+            return streams, coefficient, x, squares, rows
+        self.features = [feature[tokens] for feature in self.features]
+        rows = None if rows is None else rows[tokens]
+        return streams[tokens], coefficient[tokens], x[tokens], squares[tokens], rows
+
+    def _keys(self, attention: Attention, x: Tensor, flat: Flat) -> Keys:
+        if self.cache is None:
+            return new_keys(attention, x, flat, self.options.fake_quant)
+        return cached_keys(attention, x, flat, self.cache)
+
+    def _decoder_keys(self, boundary: Tensor, flat: Flat) -> dict[int, Keys]:
+        config = self.policy.config
+        start = config.decoder_start
+        assert start is not None
+        sources = [layer for layer in config.kv_source_layer_ids if layer >= start]
+        return {layer: self._keys(self.policy.blocks[layer].attn, boundary, flat) for layer in sources}
+
+    def _step(self, block: Block, flat: Flat, norm: Tensor, eps: float) -> Callable[..., Handed]:
+        """Both sites of a block, ending with the input of what follows."""
+        name, batch = f"layers.{block.layer}.", flat.batch
+
+        def step(streams: Tensor, x: Tensor, squares: Tensor, keys: Keys | None) -> Handed:
+            coefficient = coefficients(block.hc_attn, streams, squares)
+            update, keys = attend(block.attn, x, flat, keys, self.cache, self.options)
+            batch.record(name + "attn_out", update)
+            ffn_norm = block.ffn_norm
+            streams, x, squares = hyper_update(
+                streams, update, coefficient, ffn_norm.weight, eps=ffn_norm.eps
+            )
+            coefficient = coefficients(block.hc_ffn, streams, squares)
+            forced = None if batch.choices is None else batch.choices.experts_of(block.layer)
+            update, routing = experts(block.ffn, x, forced)
+            batch.record(name + "ffn_out", update)
+            streams, x, squares = hyper_update(streams, update, coefficient, norm, eps=eps)
+            batch.record(name + "streams", streams)
+            batch.record(name + "router_ids", routing.expert_ids)
+            return streams, coefficient, x, squares, keys, routing
+
+        return step
+
+
+def coefficients(site: HyperConnection, streams: Tensor, squares: Tensor) -> Tensor:
+    """[T, 24] of a site from its streams."""
+    return hyper_coefficients(streams, squares, site.fn, site.base, site.scale)
+
+
+def attend(
+    attention: Attention,
+    x: Tensor,
+    flat: Flat,
+    keys: Keys | None,
+    cache: PolicyCache | None,
+    options: RunOptions,
+) -> tuple[Tensor, Keys | None]:
+    """An attention site: input [T, d] to output [T, d], and what later layers share."""
+    angles = flat.angles(attention.ratio, attention.frequencies)
+    latent = attention.q_norm(attention.wq_a(x))
+    query = attention.wq_b(latent).unflatten(-1, (attention.heads, attention.width))
+    # Autograd refuses to overwrite a view of what exact products return.
+    query = rotary(query, *angles, in_place=not (is_exact() and torch.is_grad_enabled()))
+    grad = torch.is_grad_enabled() and cache is None
+    if attention.mode in (AttentionMode.FULL, AttentionMode.REINDEX):
+        assert keys is not None
+        keys = choose(attention, x, latent, angles, keys, flat, options.fake_quant, grad)
+    used = keys if attention.ratio and keys is not None else _window_alone(flat, x, attention.width)
+    window = attention.wkv(x)
+    if grad:
+        output = _attend_training(attention, query, window, angles, used, flat, options)
+    else:
+        output = _attend_table(attention, query, window, angles, used, flat, cache, options)
+    return project(attention, output, angles), keys
+
+
+def _window_alone(flat: Flat, x: Tensor, width: int) -> Keys:
+    """Of a layer without main keys: one entry that nobody selects."""
+    if "window" not in flat.key_rows:
+        groups = flat.groups(1)
+        indices = torch.full((flat.count, 128), -1, dtype=torch.int32, device=x.device)
+        table = x.new_zeros(1 + flat.window_rows, width)
+        keys = Keys(groups, table[:1], table[:1], table, selection(flat, indices, 1))
+        flat.key_rows["window"] = keys
+    found = flat.key_rows["window"]
+    assert isinstance(found, Keys)
+    return found
+
+
+def _attend_training(
+    attention: Attention,
+    query: Tensor,
+    window: Tensor,
+    angles: Angles,
+    keys: Keys,
+    flat: Flat,
+    options: RunOptions,
+) -> Tensor:
+    assert keys.selected is not None
+    norm = attention.kv_norm
+    rows = window_keys(window, norm.weight, *angles, eps=norm.eps, rounded=options.fake_quant)
+    output, _ = sparse_attention(
+        query,
+        keys.entries,
+        keys.selected.indices,
+        rows,
+        flat.first,
+        attention.attn_sink,
+        scale=attention.width**-0.5,
+        window_size=flat.window,
+        inverse=keys.inverse,
+        exact=is_exact(),
+    )
+    return output
+
+
+def _attend_table(
+    attention: Attention,
+    query: Tensor,
+    window: Tensor,
+    angles: Angles,
+    keys: Keys,
+    flat: Flat,
+    cache: PolicyCache | None,
+    options: RunOptions,
+) -> Tensor:
+    selected, norm = keys.selected, attention.kv_norm
+    assert selected is not None
+    table = keys.table
+    if table is None:
+        table = torch.cat([keys.entries, keys.entries.new_zeros(flat.window_rows, attention.width)])
+    place, row = table[selected.entries :], flat.batch.rows[0]
+    ring = target = None
+    if cache is not None and flat.held:
+        held = cache.windows.gather(attention.layer, row)
+        place.view(row.count, -1, attention.width)[:, : flat.held] = held
+    if cache is not None and flat.ring_target is not None:
+        ring, target = cache.windows.storage[attention.layer].flatten(0, 1), flat.ring_target
+    write = partial(window_keys, eps=norm.eps, rounded=options.fake_quant, ring=ring, target=target)
+    if flat.window_rows == flat.count:
+        write(window, norm.weight, *angles, out=place)
+    else:
+        assert flat.last is not None
+        place.index_copy_(0, flat.last.long(), write(window, norm.weight, *angles))
+    return table_attention(
+        query, table, selected, attention.attn_sink, scale=attention.width**-0.5, exact=is_exact()
+    )
+
+
+def project(attention: Attention, output: Tensor, angles: Angles) -> Tensor:
+    """Heads [T, H, c], turned back and projected by group, to [T, d]."""
+    output = rotary(output, *angles, inverse=True, in_place=not torch.is_grad_enabled())
+    grouped_heads = output.flatten(1).unflatten(1, (attention.groups, -1)).transpose(0, 1)
+    weight = attention.wo_a.weight.unflatten(0, (attention.groups, -1))
+    if is_exact():
+        narrow = exact_linear(grouped_heads, weight)
+    elif torch.is_grad_enabled():
+        narrow = torch.bmm(grouped_heads, weight.transpose(1, 2))
+    else:
+        # Written where the next product reads it, so that nothing is copied.
+        narrow = output.new_empty(len(output), attention.groups, weight.shape[1]).transpose(0, 1)
+        torch.bmm(grouped_heads, weight.transpose(1, 2), out=narrow)
+    return attention.wo_b(narrow.transpose(0, 1).flatten(1))
+
+
+def experts(layer: MixtureOfExperts, x: Tensor, forced: Tensor | None) -> tuple[Tensor, Routing]:
+    """An expert site: tokens [T, d] to [T, d], and where they went."""
+    gate = layer.gate
+    affinity, ids, weights = route(
+        x,
+        gate.weight,
+        gate.bias,
+        chosen=gate.chosen,
+        factor=gate.factor,
+        temperature=gate.temperature,
+        forced=forced,
+    )
+    plan = plan_of(ids, layer.experts, layer.shared)
+    if not is_exact() and not layer.quantized:
+        few = few_rows(x, layer.w13, layer.w2, weights, plan, limit=layer.limit)
+        if few is not None:
+            return combine(few, plan), Routing(affinity, ids, weights)
+    rows = layer.rounded(spread(x, plan))
+    active = swiglu(grouped(rows, layer.w13, plan.ends), weights, plan, limit=layer.limit)
+    result = combine(grouped(layer.rounded(active), layer.w2, plan.ends), plan)
+    return result, Routing(affinity, ids, weights)
+
+
+def final(policy: Policy, streams: Tensor, coefficient: Tensor) -> Tensor:
+    """[T, d], the head's input."""
+    return hyper_input(streams, coefficient, policy.norm.weight, eps=policy.norm.eps)[0]

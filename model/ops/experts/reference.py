@@ -1,0 +1,62 @@
+"""Definitions of routing, of the plan that groups tokens by expert, and of the experts' own steps."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from model.choices import force
+from model.layers.top_k import top_k_lowest_index
+from model.ops.experts.plan import Plan
+
+_LOWEST_LOGIT = -80.0
+
+
+def route(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    chosen: int,
+    factor: float,
+    temperature: float,
+    forced: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `model.ops.experts.route`."""
+    logits = x.float() @ weight.float().T
+    affinity = F.softplus((logits / temperature).clamp_min(_LOWEST_LOGIT)).sqrt()
+    ids = force(top_k_lowest_index(affinity.detach() + bias, chosen), forced)
+    weights = affinity.gather(1, ids)
+    return affinity, ids, weights / (weights.sum(-1, keepdim=True) + 1e-20) * factor
+
+
+def plan(ids: Tensor, experts: int, shared: int) -> Plan:
+    """See `model.ops.experts.plan_of`."""
+    count, chosen = ids.shape
+    always = torch.arange(experts, experts + shared, device=ids.device).expand(count, shared)
+    flat = torch.cat([ids, always], 1).flatten()
+    order = flat.argsort(stable=True)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=ids.device)
+    ends = flat.bincount(minlength=experts + shared).cumsum(0)
+    tokens = (order // (chosen + shared)).int()
+    return Plan(tokens, place.view(count, chosen + shared).int(), ends.int())
+
+
+def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """See `model.ops.experts.grouped`."""
+    bounds = [0, *ends.tolist()]
+    parts = [x[a:b].float() @ w.float().T for a, b, w in zip(bounds, bounds[1:], weight, strict=False)]
+    return torch.cat(parts).to(x.dtype)
+
+
+def swiglu(hidden: Tensor, weights: Tensor, plan: Plan, limit: float) -> Tensor:
+    """See `model.ops.experts.swiglu`."""
+    gate, up = hidden.float().chunk(2, -1)
+    product = F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+    every = F.pad(weights, (0, plan.place.shape[1] - weights.shape[1]), value=1.0).flatten()
+    by_place = torch.empty_like(every).index_copy(0, plan.place.flatten().long(), every)
+    return (product * by_place[:, None]).to(hidden.dtype)
+
+
+def combine(rows: Tensor, plan: Plan) -> Tensor:
+    """See `model.ops.experts.combine`."""
+    return rows[plan.place.long()].float().sum(1).to(rows.dtype)

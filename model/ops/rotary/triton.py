@@ -1,0 +1,147 @@
+"""Rotations in place, and sliding-window keys in one pass from projection to record."""
+
+# Kernels are written in Triton's language, which Python's types do not describe.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportAssignmentType=false, reportOperatorIssue=false
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from model.ops.pack_keys.triton import _e2m1, _e4m3, _power_of_two
+from model.ops.records import record_bytes
+from model.ops.tile import round_bf16
+
+
+@triton.jit
+def _rotary(x, cosine, sine, sign, heads, D: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    j = tl.arange(0, R // 2)
+    at = x + (t * heads + h)[:, None] * D + (D - R) + tl.arange(0, R)[None, :]
+    keep = (h < heads)[:, None]
+    even, odd = tl.split(tl.reshape(tl.load(at, mask=keep, other=0.0).to(tl.float32), (BLOCK, R // 2, 2)))
+    cos = tl.load(cosine + t * (R // 2) + j)[None, :]
+    sin = tl.load(sine + t * (R // 2) + j)[None, :] * sign
+    turned = tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), (BLOCK, R))
+    tl.store(at, round_bf16(turned).to(x.dtype.element_ty), mask=keep)
+
+
+def rotary_(x: Tensor, cosine: Tensor, sine: Tensor, sign: float) -> Tensor:
+    """Rotate the last channels of contiguous `x` [T, (H,) D] in place; `sign` -1 turns back."""
+    assert x.is_contiguous()
+    heads = x.shape[1] if x.dim() == 3 else 1
+    block = min(16, triton.next_power_of_2(heads))
+    _rotary[(len(x), triton.cdiv(heads, block))](
+        x, cosine, sine, sign, heads, D=x.shape[-1], R=2 * cosine.shape[1], BLOCK=block, num_warps=1
+    )
+    return x
+
+
+@triton.jit
+def _normed(values, norm, at, c, factor, keep):
+    x = tl.load(values + at + c, mask=keep, other=0.0).to(tl.float32)
+    return round_bf16(x * factor * tl.load(norm + c, mask=keep, other=0.0).to(tl.float32)).to(tl.float32)
+
+
+@triton.jit
+def _window(
+    values, norm, cosine, sine, keys, ring, target, stride, key_stride, eps,
+    D: tl.constexpr, R: tl.constexpr, ROUND: tl.constexpr, WRITE: tl.constexpr, BYTES: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, D)
+    everywhere = c < D
+    x = tl.load(values + t * stride + c).to(tl.float32)
+    factor = tl.rsqrt(tl.sum(x * x, 0) * (1.0 / D) + eps)
+    x = _normed(values, norm, t * stride, c, factor, everywhere)
+    turned = c >= D - R
+    partner = _normed(values, norm, t * stride, c ^ 1, factor, turned)
+    pair = t * (R // 2) + (c - (D - R)) // 2
+    cos = tl.load(cosine + pair, mask=turned, other=1.0)
+    sin = tl.load(sine + pair, mask=turned, other=0.0)
+    x = round_bf16(x * cos + tl.where(c % 2 == 0, -partner, partner) * sin).to(tl.float32)
+    grouped = tl.reshape(x, (D // 32, 32))
+    code = _power_of_two(tl.maximum(tl.max(tl.abs(grouped), 1), 1e-4) * (1.0 / 448.0))
+    scale = tl.broadcast_to((code << 23).to(tl.float32, bitcast=True)[:, None], (D // 32, 32))
+    value = _e4m3(tl.reshape(tl.math.div_rn(grouped, scale), (D,)))
+    if ROUND:
+        size = value & 0x7F
+        normal = ((size + (120 << 3)) << 20).to(tl.float32, bitcast=True)
+        size = tl.where(size >= 8, normal, size.to(tl.float32) * 0.001953125)
+        x = tl.where((value & 0x80) != 0, -size, size) * tl.reshape(scale, (D,))
+    tl.store(keys + t * key_stride + c, round_bf16(x).to(keys.dtype.element_ty))
+    if WRITE:
+        row = tl.load(target + t).to(tl.int64)
+        if row >= 0:
+            tl.store(ring + row * BYTES + c, value.to(tl.uint8))
+            tl.store(ring + row * BYTES + D + tl.arange(0, D // 32), code.to(tl.uint8))
+
+
+def window_keys(
+    values: Tensor,
+    norm: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    *,
+    eps: float,
+    rounded: bool,
+    ring: Tensor | None = None,
+    target: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Keys [T, D]; with `ring` [rows, bytes] also their records at rows `target` [T] (negative: nowhere)."""
+    count, width = values.shape
+    keys = torch.empty((count, width), dtype=values.dtype, device=values.device) if out is None else out
+    assert values.stride(1) == 1 and keys.stride(1) == 1
+    assert ring is None or (ring.is_contiguous() and ring.shape[-1] == record_bytes("window", width))
+    _window[(count,)](
+        values, norm, cosine, sine, keys, values if ring is None else ring,
+        values if target is None else target, values.stride(0), keys.stride(0), eps,
+        D=width, R=2 * cosine.shape[1], ROUND=rounded, WRITE=ring is not None,
+        BYTES=record_bytes("window", width), num_warps=4,
+    )  # fmt: skip
+    return keys
+
+
+@triton.jit
+def _index(
+    x, cosine, sine, out, heads, D: tl.constexpr, R: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr
+):
+    t = tl.program_id(0).to(tl.int64)
+    h = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[:, None]
+    c = tl.arange(0, D)[None, :]
+    at = (t * heads + h) * D + c
+    keep = h < heads
+    value = tl.load(x + at, mask=keep, other=0.0).to(tl.float32)
+    turned = keep & (c >= D - R)
+    partner = tl.load(x + (t * heads + h) * D + (c ^ 1), mask=turned, other=0.0).to(tl.float32)
+    pair = t * (R // 2) + (c - (D - R)) // 2
+    cos = tl.load(cosine + pair, mask=c >= D - R, other=1.0)
+    sin = tl.load(sine + pair, mask=c >= D - R, other=0.0)
+    value = round_bf16(value * cos + tl.where(c % 2 == 0, -partner, partner) * sin).to(tl.float32)
+    if ROUND:
+        grouped = tl.reshape(value, (BLOCK, D // 32, 32))
+        top = tl.maximum(tl.max(tl.abs(grouped), 2), 7.052966104933725e-38)
+        scale = (_power_of_two(top * (1.0 / 6.0)) << 23).to(tl.float32, bitcast=True)
+        scale = tl.broadcast_to(scale[:, :, None], (BLOCK, D // 32, 32))
+        code = _e2m1(tl.math.div_rn(grouped, scale))
+        size = (code & 7).to(tl.float32)
+        size = tl.where(size < 5.0, size * 0.5, size - 2.0)
+        size = tl.where(size == 5.0, 6.0, size)
+        value = tl.reshape(tl.where(code > 7, -size, size) * scale, (BLOCK, D))
+    tl.store(out + at, round_bf16(value).to(out.dtype.element_ty), mask=keep)
+
+
+def index_heads(x: Tensor, cosine: Tensor, sine: Tensor, *, rounded: bool) -> Tensor:
+    """See `model.ops.rotary.index_heads`."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    heads = x.shape[1]
+    block = min(8, triton.next_power_of_2(heads))
+    _index[(len(x), triton.cdiv(heads, block))](
+        x, cosine, sine, out, heads, D=x.shape[2], R=2 * cosine.shape[1], ROUND=rounded, BLOCK=block,
+        num_warps=2,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,35 @@
+"""Policies of both kinds, ours and those of `transformers`: what a folder holds decides.
+
+A trainer or an engine that takes either says `AnyPolicy`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from model.chat.base import ChatFormat
+from model.checkpoint import load_policy, save_policy
+from model.hf.folder import is_hf_folder, open_hf, save_hf
+from model.hf.policy import HFPolicy
+from model.policy import Policy
+
+__all__ = ["AnyPolicy", "is_hf_folder", "open_policy", "write_policy"]
+
+AnyPolicy = Policy | HFPolicy
+
+
+def open_policy(folder: Path) -> AnyPolicy:
+    """Reads a policy of either kind, in the dtype that it is stored in.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    return open_hf(folder) if is_hf_folder(folder) else load_policy(folder)
+
+
+def write_policy(policy: AnyPolicy, folder: Path, chat: ChatFormat) -> None:
+    """Writes a policy of either kind; of one with adapters, these alone."""
+    if isinstance(policy, HFPolicy):
+        save_hf(policy, folder, chat, merge=False)
+    else:
+        save_policy(policy, folder, chat=chat)

@@ -1,0 +1,200 @@
+"""Kernels of a layer's sites under Triton's interpreter at small shapes, against their definitions."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels need Triton, an optional dependency")
+
+from model.ops.decode_rows import decode_rows
+from model.ops.experts import reference as experts
+from model.ops.hyper_boundary import reference as boundary
+from model.ops.index_decode import reference as index_decode
+from model.ops.records import pack, unpack
+from model.ops.rotary import reference as rotary
+
+BF16 = torch.bfloat16
+
+
+def _error(got, expected) -> float:
+    return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def _angles(count=5, width=16):
+    angle = torch.randn(count, width // 2)
+    return angle.cos(), angle.sin()
+
+
+def test_rotary_and_back(interpreted):
+    torch.manual_seed(0)
+    x, angles = torch.randn(5, 3, 64).to(BF16), _angles()
+    turned = interpreted("model.ops.rotary.triton", "rotary_", x.clone(), *angles, 1.0)
+    assert torch.equal(turned, rotary.rotary(x, *angles))
+    back = interpreted("model.ops.rotary.triton", "rotary_", turned.clone(), *angles, -1.0)
+    assert _error(back, x) < 4e-3
+    assert torch.equal(back[..., :48], x[..., :48])
+
+
+@pytest.mark.parametrize("rounded", [True, False])
+def test_window_keys(interpreted, rounded):
+    torch.manual_seed(0)
+    values, norm, angles = torch.randn(5, 64).to(BF16), torch.rand(64).to(BF16), _angles()
+    keys = interpreted(
+        "model.ops.rotary.triton", "window_keys", values, norm, *angles, eps=1e-6, rounded=rounded
+    )
+    expected, _ = rotary.window_keys(values, norm, *angles, eps=1e-6, rounded=rounded)
+    assert torch.equal(keys, expected)
+
+
+def test_index_heads_are_what_their_records_decode_to(interpreted):
+    torch.manual_seed(0)
+    x, angles = torch.randn(5, 4, 64).to(BF16), _angles()
+    got = interpreted("model.ops.rotary.triton", "index_heads", x, *angles, rounded=True)
+    assert torch.equal(got, unpack("index", pack("index", rotary.rotary(x, *angles))).to(BF16))
+
+
+def _routed(forced=None):
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(21, 64).to(BF16), (torch.randn(6, 64) * 0.3).to(BF16), torch.randn(6) * 0.1
+    return (x, weight, bias, 2, 1.5, 1.0, forced)
+
+
+def test_route_chooses_and_weighs(interpreted):
+    forced = torch.full((21, 2), -1)
+    forced[3] = torch.tensor([5, 0])
+    for arguments in (_routed(), _routed(forced)):
+        affinity, ids, weights = interpreted("model.ops.experts.triton", "route", *arguments)
+        expected = experts.route(*arguments)
+        assert _error(affinity, expected[0]) < 1e-6
+        dense = [torch.zeros(21, 6).scatter(1, i, w) for i, w in ((ids, weights), expected[1:])]
+        assert _error(*dense) < 1e-6
+
+
+@pytest.mark.parametrize("times", [1, 40])
+def test_plan_groups_tokens_in_order(interpreted, times):
+    ids = experts.route(*_routed())[1].repeat(times, 1)
+    got, expected = interpreted("model.ops.experts.triton", "plan", ids, 6, 1), experts.plan(ids, 6, 1)
+    for name in ("tokens", "place", "ends"):
+        assert torch.equal(getattr(got, name), getattr(expected, name)), name
+
+
+def test_activation_its_gradient_and_the_sum(interpreted):
+    _, ids, weights = experts.route(*_routed())
+    plan = experts.plan(ids, 6, 1)
+    hidden = (torch.randn(63, 48) * 3).to(BF16)
+    module = "model.ops.experts.triton"
+    out = interpreted(module, "swiglu", hidden, weights, plan, 4.03)
+    assert torch.equal(out, experts.swiglu(hidden, weights, plan, 4.03))
+    wide, weigh = hidden.float().requires_grad_(), weights.clone().requires_grad_()
+    product = experts.swiglu(wide, weigh, plan, 4.03)
+    grad = torch.randn_like(product).to(BF16)
+    product.backward(grad.float())
+    grads = interpreted(module, "swiglu_backward", hidden, weights, plan, 4.03, grad)
+    assert _error(grads[0], wide.grad) < 4e-3
+    assert _error(grads[1], weigh.grad) < 1e-5
+    rows = torch.randn(63, 64).to(BF16)
+    assert torch.equal(interpreted(module, "combine", rows, plan), experts.combine(rows, plan))
+
+
+def _site(count=7, width=96):
+    torch.manual_seed(0)
+    streams, branch, norm = torch.randn(count, 4, width), torch.randn(count, width), torch.rand(width)
+    base, scale = torch.randn(24) * 0.3, torch.tensor([0.7, 0.5, 0.9])
+    coefficient = boundary.coefficients(streams, torch.randn(24, 4 * width) * 0.05, base, scale)
+    return streams.to(BF16), branch.to(BF16), coefficient, norm.to(BF16), base, scale
+
+
+def test_gradient_of_a_site(interpreted):
+    streams, branch, coefficient, norm, *_ = _site()
+    wide = [x.float().requires_grad_() for x in (streams, branch, coefficient, norm)]
+    updated, normed, _ = boundary.update(*wide, 1e-6)
+    grads = torch.randn_like(updated).to(BF16), torch.randn_like(normed).to(BF16)
+    ((updated * grads[0].float()).sum() + (normed * grads[1].float()).sum()).backward()
+    after = boundary.update(streams, branch, coefficient, norm, 1e-6)[0]
+    got = interpreted(
+        "model.ops.hyper_boundary.gradients", "site_backward",
+        *(streams, after, branch, coefficient, norm, 1e-6, *grads),
+    )  # fmt: skip
+    for have, want in zip(got, wide, strict=True):
+        assert _error(have, want.grad) < 4e-3
+
+
+def test_input_of_a_site(interpreted):
+    streams, _, coefficient, norm, *_ = _site()
+    got = interpreted("model.ops.hyper_boundary.gradients", "site_input", streams, coefficient, norm, 1e-6)
+    expected = boundary.site_input(streams, coefficient, norm, 1e-6)
+    assert torch.equal(got[0], expected[0])
+    assert _error(got[1], expected[1]) < 1e-6
+
+
+def test_gradient_of_coefficients_runs_the_rounds_backwards(interpreted):
+    *_, base, scale = _site()
+    logits = torch.randn(40, 24)
+    moved = (logits * scale.repeat_interleave(torch.tensor([4, 4, 16])) + base).requires_grad_()
+    gates = torch.sigmoid(moved[:, :4]) + 1e-6, 2 * torch.sigmoid(moved[:, 4:8])
+    mix = boundary.sinkhorn(moved[:, 8:].unflatten(1, (4, 4)))
+    grad = torch.randn(40, 24)
+    torch.cat([*gates, mix.flatten(1)], 1).backward(grad)
+    got = interpreted("model.ops.hyper_boundary.gradients", "logit_gradients", logits, base, scale, grad)
+    assert _error(got, moved.grad) < 1e-5
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_scores_from_records_on_pages(interpreted, listed):
+    torch.manual_seed(0)
+    query, weights = torch.randn(2, 8, 64).to(BF16), torch.randn(2, 8)
+    records, table = pack("index", torch.randn(40, 64)), torch.tensor([[3, 1, 4, 0, 2], [2, 0, 1, 3, 4]])
+    ends = torch.tensor([17, 30], dtype=torch.int32)
+    blocks = torch.tensor([[0, 2, 3, -1], [1, 2, 5, 6]], dtype=torch.int32) if listed else None
+    options = {"width": 16 if listed else 37, "page_groups": 8, "blocks": blocks, "block_size": 4}
+    arguments = (query, weights, records, table, ends)
+    got = interpreted("model.ops.index_decode.triton", "decode_scores", *arguments, **options)
+    expected = index_decode.decode_scores(*arguments, **options)
+    assert torch.equal(got.isinf(), expected.isinf())
+    assert _error(got[~got.isinf()], expected[~expected.isinf()]) < 1e-6
+
+
+def test_rows_of_chosen_keys(interpreted):
+    chosen = torch.tensor([[0, 5, 9, -1], [2, 3, -1, -1]], dtype=torch.int32)
+    table = torch.randperm(60).view(2, 30)
+    blocks = torch.tensor([[0, 2, 3, -1], [1, 2, 5, 6]], dtype=torch.int32)
+    for groups, listed in ((4, None), (2, blocks)):
+        got = interpreted("model.ops.decode_rows.triton", "decode_rows", chosen, table, groups, listed, 4)
+        expected = decode_rows(chosen, table, page_groups=groups, blocks=listed, block_size=4)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_an_exact_product_gives_a_row_the_same_bits_among_few_and_many(interpreted):
+    torch.manual_seed(0)
+    x, weight = torch.randn(1, 300, 256).to(BF16), torch.randn(1, 80, 256).to(BF16)
+    products = [
+        interpreted("model.ops.exact_linear.triton", "product", x[:, :n], weight, torch.empty(1, n, 80))
+        for n in (10, 300)
+    ]
+    assert _error(products[1], x.double() @ weight.double().transpose(1, 2)) < 1e-6
+    assert torch.equal(products[0], products[1][:, :10])
+
+
+def test_few_tokens_through_their_experts(interpreted):
+    _, ids, weights = experts.route(*_routed())
+    plan = experts.plan(ids, 6, 1)
+    x, w13, w2 = (torch.randn(*s).to(BF16) / 8 for s in ((21, 64), (7, 128, 64), (7, 64, 64)))
+    got = interpreted("model.ops.experts.triton", "few", x, w13, w2, weights, plan, 0.5)
+    active = experts.swiglu(experts.grouped(x[plan.tokens], w13, plan.ends), weights, plan, 0.5)
+    assert _error(got, experts.grouped(active, w2, plan.ends)) < 4e-3
+
+
+def test_coefficients_are_the_same_bits_in_parts_and_together(interpreted):
+    torch.manual_seed(0)
+    streams, projection = torch.randn(600, 4, 64).to(BF16), torch.randn(24, 256) * 0.05
+    base, scale = torch.randn(24) * 0.3, torch.tensor([0.7, 0.5, 0.9])
+    module = "model.ops.hyper_boundary.triton"
+    squares = streams.float().square().sum((1, 2))
+    split = interpreted(module, "split_projection", projection)
+    # The second call with few rows finds the counters as the first left them.
+    few, again, many = (
+        interpreted(module, "coefficients", streams[:n], squares[:n], split, base, scale)
+        for n in (70, 70, 600)
+    )
+    assert _error(many, boundary.coefficients(streams, projection, base, scale)) < 1e-4
+    assert torch.equal(few, again)
+    assert torch.equal(few, many[:70])
