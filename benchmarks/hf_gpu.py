@@ -23,7 +23,19 @@ from model.engine.sampler import SamplingParams
 from model.hf.folder import open_hf
 from model.hf.policy import HFPolicy
 
-_PROMPT = "Answer with the result alone, in <answer> tags.\n{question}"
+_SMALL = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+SETTINGS = {
+    "chain_sum": _SMALL,
+    "basic_arithmetic": _SMALL,
+    "gcd": {"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 20},
+}
+"""Tasks that so small a model gets right now and then: where every answer is wrong nothing can be learned."""
+_EXAMPLES = (
+    ("What is 3 + 4?", 7),
+    ("What is 12 - 5?", 7),
+    ("What is the greatest common divisor of 4 and 6?", 2),
+    ("Calculate 2 * 3.", 6),
+)
 
 
 def questions(names: list[str], seed: int, count: int) -> list[tuple[object, dict]]:
@@ -32,9 +44,20 @@ def questions(names: list[str], seed: int, count: int) -> list[tuple[object, dic
 
     found = []
     for name in names:
-        data = reasoning_gym.create_dataset(name, size=count, seed=seed)
+        data = reasoning_gym.create_dataset(name, size=count, seed=seed, **SETTINGS.get(name, {}))
         found += [(data, data[i]) for i in range(count)]
     return found
+
+
+def messages(question: str) -> list[dict]:
+    """A chat in which a few questions were answered in tags, and then this one is asked."""
+    turns = []
+    for asked, answer in _EXAMPLES:
+        turns += [
+            {"role": "user", "content": asked},
+            {"role": "assistant", "content": f"<answer>{answer}</answer>"},
+        ]
+    return [*turns, {"role": "user", "content": question}]
 
 
 def reward(data: object, task: dict, text: str) -> float:
@@ -94,7 +117,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--limit", type=int, default=48, help="most tokens of an answer")
+    parser.add_argument("--limit", type=int, default=24, help="most tokens of an answer")
     parser.add_argument("--rate", type=float, default=1e-5)
     parser.add_argument("--tasks", nargs="+", default=["chain_sum", "basic_arithmetic", "gcd"])
     given = parser.parse_args()
@@ -105,8 +128,8 @@ def main() -> int:
     ended, rewards, step = time.monotonic() + given.seconds, [], 0
     while time.monotonic() < ended:
         picked = questions(given.tasks, step, -(-given.prompts // len(given.tasks)))[: given.prompts]
-        asked = [[{"role": "user", "content": _PROMPT.format(question=t["question"])}] for _, t in picked]
-        prompts = [chat.render_prompt(m) for m in asked for _ in range(given.group)]
+        asked = [chat.render_prompt(messages(task["question"])) for _, task in picked]
+        prompts = [prompt for prompt in asked for _ in range(given.group)]
         turns = rollout(engine, chat, prompts, step, given.limit)
         done = [turn.turn for turn in turns]
         texts = [chat.tokenizer.decode(columns.token_ids) for columns in done]
@@ -117,7 +140,8 @@ def main() -> int:
         gap, step = learn(policy, optimizer, rows, gain), step + 1
         engine.set_version(step, caches="recompute")
         rewards.append(float(np.mean(told)))
-        print(f"step {step} reward {rewards[-1]:.3f} mismatch {gap:.2e}", flush=True)
+        right = float(np.mean([value > 0.5 for value in told]))
+        print(f"step {step} reward {rewards[-1]:.3f} right {right:.3f} mismatch {gap:.2e}", flush=True)
     quarter = max(len(rewards) // 4, 1)
     first, last = float(np.mean(rewards[:quarter])), float(np.mean(rewards[-quarter:]))
     print(f"hf_gpu: reward {first:.3f} -> {last:.3f} in {step} steps of {count} samples")

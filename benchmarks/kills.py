@@ -33,6 +33,7 @@ from benchmarks.kills_world import Stuck, World
 
 _COMMON = ("experiment=calc", "checkpoint.every=2", "rollout.wal.fsync=true", "eval.samples=1")
 _COMMON += ("logger.wandb=disabled", "logger.console=plain", "sandbox.backend=bubblewrap")
+_COMMON += ("launcher.restarts=100",)  # a trainer may be killed often between two checkpoints here
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ def at_context(policy: Policy, tokens: int) -> dict[str, float]:
 
 
 @torch.no_grad()
-def exact(policy: Policy, documents_: int = 6, prompt: int = 900, length: int = 40) -> dict[str, float]:
+def exact(policy: Policy, documents_: int = 24, prompt: int = 900, length: int = 100) -> dict[str, float]:
     """Largest difference of log-probabilities, trainer against sampler, over ways to sample.
 
     Keys: all decoded side by side, others in the batch, prompt in two pieces (a tool's answer), and a

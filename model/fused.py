@@ -94,8 +94,8 @@ class Pass:
 
     def run(
         self, embedded: Tensor, batch: Batch, rows: Tensor | None
-    ) -> tuple[Tensor, Tensor, list[Routing]]:
-        """Streams and coefficients [T, 24] after the last layer, and where tokens were routed."""
+    ) -> tuple[Tensor, list[Routing]]:
+        """The head's input [T, d], and where tokens were routed."""
         policy, whole = self.policy, batch
         config = policy.config
         flat = Flat(batch, config.sliding_window)
@@ -151,7 +151,8 @@ class Pass:
         if self.features:
             whole.features = torch.cat(self.features, dim=-1)
             whole.record("main_hidden", whole.features)
-        return streams, coefficient, self.routings
+        assert x is not None
+        return x, self.routings
 
     def _decoded(
         self,
@@ -348,7 +349,3 @@ def experts(layer: MixtureOfExperts, x: Tensor, forced: Tensor | None) -> tuple[
     result = combine(grouped(layer.rounded(active), layer.w2, plan.ends), plan)
     return result, Routing(affinity, ids, weights)
 
-
-def final(policy: Policy, streams: Tensor, coefficient: Tensor) -> Tensor:
-    """[T, d], the head's input."""
-    return hyper_input(streams, coefficient, policy.norm.weight, eps=policy.norm.eps)[0]

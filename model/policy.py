@@ -169,8 +169,8 @@ class Policy(nn.Module):
         batch.mark_images(tokens.images)
         rows = self._document_engram(tokens.token_ids, batch)
         embedded = self._embed(tokens.token_ids, tokens.images)
-        streams, weights, routings = self._run(embedded, batch, rows, None, options)
-        hidden = _first(self._head_input(streams, weights), batch.total)
+        hidden, routings = self._run(embedded, batch, rows, None, options)
+        hidden = _first(hidden, batch.total)
         image, experts = batch.image, self.config.n_routed_experts
         aux = PolicyAux(
             expert_load=expert_load(routings, experts, None if image is None else ~image),
@@ -299,28 +299,19 @@ class Policy(nn.Module):
             batch.mark_images(images)
         engram_rows = self._cached_engram(packed, batch, cache, slots)
         embedded = self._embed(packed, images)
-        streams, weights, _ = self._run(embedded, batch, engram_rows, cache, options)
+        hidden, _ = self._run(embedded, batch, engram_rows, cache, options)
         cache.advance(slot_list, spans)
         if new is not None:
             new.counts = torch.tensor([span.decoded for span in spans], device=slots.device)
         if batch.decoder is None:
-            return streams.new_zeros(len(slot_list), self.config.hidden_size)
-        rows = batch.decoder.rows[0]
-        last = fill(rows.last)
+            return hidden.new_zeros(len(slot_list), self.config.hidden_size)
         if new is not None:
-            new.hidden = self._head_input(streams, weights)[: batch.decoder.total]
-            new.features = batch.features
-        hidden = self._head_input(streams[last], weights[last])[: rows.count]
+            new.hidden, new.features = hidden[: batch.decoder.total], batch.features
+        hidden = hidden[batch.decoder.rows[0].last]
         if batch.decoder_rows is None:
             return hidden
         every = hidden.new_zeros(len(slot_list), self.config.hidden_size)
         return every.index_copy_(0, batch.decoder_rows, hidden)
-
-    def _head_input(self, streams: Tensor, weights: Tensor) -> Tensor:
-        """[T, d] from streams and the last A [T, n], or all coefficients where kernels ran."""
-        if weights.shape[1] == fused.COEFFICIENTS:
-            return fused.final(self, streams, weights)
-        return self.norm(collapse(weights, streams))
 
     def _check_spans(self, spans: list[Span], replayed: list[int] | None) -> None:
         if self.config.decoder_start is None and any(span.decoder_start > span.start for span in spans):
@@ -366,7 +357,8 @@ class Policy(nn.Module):
         rows: Tensor | None,
         cache: PolicyCache | None,
         options: RunOptions,
-    ) -> tuple[Tensor, Tensor, list[Routing]]:
+    ) -> tuple[Tensor, list[Routing]]:
+        """The head's input [T, d] of the tokens that ran to the end, and where tokens were routed."""
         if fused.applies(self, embedded, batch, options):
             return fused.Pass(self, cache, options).run(embedded, batch, rows)
         n = self.config.hc_mult
@@ -410,7 +402,7 @@ class Policy(nn.Module):
         if features:
             whole.features = _first(torch.cat(features, dim=-1), batch.total)
             whole.record("main_hidden", whole.features)
-        return streams, weights, routings
+        return self.norm(collapse(weights, streams)), routings
 
     def _decoder_keys(
         self, boundary: Tensor, batch: Batch, cache: PolicyCache | None, options: RunOptions

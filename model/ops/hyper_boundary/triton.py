@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from model.ops.tile import operand, round_bf16
@@ -180,11 +181,21 @@ def split_projection(projection: Tensor) -> Tensor:
 
 
 _splits: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_steps = 0
+
+
+def _count(*_: object) -> None:
+    global _steps
+    _steps += 1
+
+
+# Fused optimizers write to parameters without counting up their versions.
+register_optimizer_step_post_hook(_count)
 
 
 def split_of(projection: Tensor) -> Tensor:
     """`split_projection`, kept until the projection changes; always the same buffer."""
-    version = projection._version
+    version = projection._version, _steps
     known = _splits.get(projection)
     if known is None or known[0] != version:
         with torch.inference_mode(False), torch.no_grad():

@@ -54,3 +54,20 @@ def test_wrong_shapes_are_refused():
     streams, branch, projection, base, scale, norm = _inputs()
     with pytest.raises(ValueError, match="must be"):
         hyper_boundary(streams[:, :3], branch, torch.zeros(5, 24), projection, base, scale, norm)
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}])
+def test_what_kernels_keep_of_a_projection_follows_every_optimizer(options):
+    from model.ops.hyper_boundary.triton import split_of, split_projection
+
+    projection = torch.nn.Parameter(torch.randn(24, 128))
+    optimizer = torch.optim.AdamW([projection], lr=0.1, **options)
+    kept = split_of(projection)
+    for _ in range(2):
+        projection.grad = torch.ones_like(projection)
+        optimizer.step()
+        assert split_of(projection).data_ptr() == kept.data_ptr()
+        assert torch.equal(kept, split_projection(projection))
+    with torch.no_grad():
+        projection.mul_(2)
+    assert torch.equal(split_of(projection), split_projection(projection))
