@@ -92,9 +92,7 @@ class Pass:
         self.chosen: list[Tensor] = []
         self.features: list[Tensor] = []
 
-    def run(
-        self, embedded: Tensor, batch: Batch, rows: Tensor | None
-    ) -> tuple[Tensor, list[Routing]]:
+    def run(self, embedded: Tensor, batch: Batch, rows: Tensor | None) -> tuple[Tensor, list[Routing]]:
         """The head's input [T, d], and where tokens were routed."""
         policy, whole = self.policy, batch
         config = policy.config
@@ -348,4 +346,3 @@ def experts(layer: MixtureOfExperts, x: Tensor, forced: Tensor | None) -> tuple[
     active = swiglu(grouped(rows, layer.w13, plan.ends), weights, plan, limit=layer.limit)
     result = combine(grouped(layer.rounded(active), layer.w2, plan.ends), plan)
     return result, Routing(affinity, ids, weights)
-
