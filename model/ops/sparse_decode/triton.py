@@ -47,7 +47,7 @@ class Tiling:
 
 # Fixed per range of batch sizes, never chosen by occupancy.
 LARGE_BATCH = Tiling(splits=1, halves=2, block=64, window_block=32, warps=4, stages=2, branched=False)
-SMALL_BATCH = Tiling(splits=4, halves=2, block=128, window_block=32, warps=8, stages=1, branched=True)
+SMALL_BATCH = Tiling(splits=4, halves=2, block=128, window_block=32, warps=4, stages=1, branched=False)
 EXACT = Tiling(splits=1, halves=2, block=64, window_block=64, warps=4, stages=2, branched=False)
 
 
