@@ -21,6 +21,7 @@ from model.checkpoint_files import INDEX, ShardReader
 from model.checkpoint_names import Storage, scale_name, storage
 from model.checkpoint_writer import ShardWriter
 from model.config import PolicyConfig
+from model.durable import publish
 
 PROVENANCE = "merge.json"
 _SHARD_BYTES = 4 << 30
@@ -71,7 +72,7 @@ def merge_checkpoints(sources: Sequence[Source], out: Path, *, shard_bytes: int 
             shutil.copyfile(sources[0].folder / other, partial / other)
         record = [asdict(source) | {"folder": str(source.folder)} for source in sources]
         (partial / PROVENANCE).write_text(json.dumps(record, indent=1))
-        partial.rename(out)
+        publish(partial, out)
     except OSError as error:
         raise MergeError(f"{out} cannot be written ({error.strerror}); give another folder") from error
     finally:

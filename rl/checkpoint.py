@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+
+from model.durable import sync
 
 _MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -79,7 +80,7 @@ class CheckpointStore:
         """Makes the folder, durably; removes what a killed attempt had begun."""
         if not self.folder.exists():
             self.folder.mkdir(parents=True)
-            _fsync(self.folder.parent)
+            sync(self.folder.parent)
         for stale in self.folder.glob(".step-*"):
             shutil.rmtree(stale)
 
@@ -89,7 +90,7 @@ class CheckpointStore:
         if final.exists():
             final.rename(old)
         partial.rename(final)
-        _fsync(self.folder)
+        sync(self.folder)
         shutil.rmtree(old, ignore_errors=True)
         return final
 
@@ -159,25 +160,17 @@ def _write(
 def _seal(folder: Path, step: int) -> None:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in files:
-        _fsync(path)
+        sync(path)
     hashes = {str(path.relative_to(folder)): _digest(path) for path in files}
     (folder / _MANIFEST).write_text(json.dumps({"format": _FORMAT, "step": step, "files": hashes}, indent=1))
-    _fsync(folder / _MANIFEST)
+    sync(folder / _MANIFEST)
     for path in [p for p in folder.rglob("*") if p.is_dir()] + [folder]:
-        _fsync(path)
+        sync(path)
 
 
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _flatten(value: Any, tensors: dict[str, torch.Tensor], path: str) -> Any:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from envs.types import Score, Trajectory
+from model.durable import publish
 from rewards.length import LengthPenaltyConfig
 from rl.rollout.buffer import outcome
 
@@ -110,7 +110,7 @@ def write(points: Sequence[CurvePoint], folder: Path) -> None:
     (folder / f".{DATA}").write_text(text, encoding="utf-8")
     draw({"": points}, folder / f".{PICTURE}")
     for name in (DATA, PICTURE):
-        os.replace(folder / f".{name}", folder / name)
+        publish(folder / f".{name}", folder / name)
 
 
 def read(folder: Path) -> list[CurvePoint]:

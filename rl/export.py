@@ -12,10 +12,10 @@ from pathlib import Path
 
 from model.chat import ChatFormat, NanoChat, load_chat
 from model.checkpoint import read_config
+from model.durable import publish
 from model.hf.folder import is_hf_folder, open_hf, save_hf
 from rl.evals.target import Target, TargetError
 from rl.watch.jsonl import FILE_NAME, Row, read_rows
-from rl.watch.rollouts import sync
 
 CARD = "README.md"
 _NANO_TEMPLATE = (
@@ -55,12 +55,7 @@ def export(target: Target, out: Path) -> list[str]:
     try:
         partial.mkdir(parents=True)
         lines = _write(target, partial)
-        for path in (*partial.rglob("*"), partial):
-            sync(path)
-        if out.exists():
-            out.rmdir()
-        partial.rename(out)
-        sync(out.parent)
+        publish(partial, out)
     except OSError as error:
         raise TargetError(f"{out} cannot be written ({error}): make room, or give another folder") from error
     finally:

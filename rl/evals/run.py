@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from model.durable import publish
 from rl.evals.picture import draw_quality
 from rl.evals.plan import EvalPlan, Identity, PlanError, make_plan
 from rl.evals.prices import Prices, load_prices
@@ -115,7 +116,7 @@ def begin(settings: EvalSettings, target: Target) -> Evaluation:
         write_atomically(partial / PLAN, json.dumps(_stored(plan), indent=1))
         if digest_of(partial / _PINNED) != digest:
             raise PlanError(f"{target.name} changed while it was being linked; ask for it again")
-        partial.rename(folder)
+        publish(partial, folder)
     except OSError as error:
         raise PlanError(f"{folder} cannot be written ({error.strerror}); give another out=") from error
     finally:

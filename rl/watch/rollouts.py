@@ -7,13 +7,13 @@ tokens of older versions, prompts and observations carried no loss.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from envs.types import Missing, Task, Trajectory
+from model.durable import sync
 from rl.rollout.codec import task_from_json, task_to_json, trajectory_from_json, trajectory_to_json
 from rl.watch.jsonl import cut_torn_tail, whole_lines
 from rl.watch.metrics import TrainingBatch
@@ -85,15 +85,6 @@ class RolloutLog:
         """Appends a sample that could not be used, with its error."""
         with (self._folder / _FAILED).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"min_version": 0, "trajectory": trajectory_to_json(trajectory)}) + "\n")
-
-
-def sync(path: Path) -> None:
-    """Waits until a file or folder is on disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def steps(run: Path) -> list[int]:

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from envs.types import Trajectory
+from model.durable import sync
 from rl import effort_curve
 from rl.effort_curve import CurvePoint
 from rl.launch.config import RunConfig
@@ -23,7 +24,7 @@ from rl.watch.alarms import Alarms
 from rl.watch.console import Screen, open_screen
 from rl.watch.jsonl import FILE_NAME, JsonlLog, row
 from rl.watch.metrics import TrainingBatch, split_families
-from rl.watch.rollouts import RolloutLog, sync
+from rl.watch.rollouts import RolloutLog
 from rl.watch.status import Status, write_status
 from rl.watch.wandb_log import WandbLog, WandbSettings
 
