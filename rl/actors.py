@@ -155,6 +155,15 @@ class Process:
         await self.stop()
 
 
+_GONE = (
+    ray.exceptions.RayActorError,
+    ray.exceptions.ObjectLostError,
+    ray.exceptions.NodeDiedError,
+    ray.exceptions.WorkerCrashedError,
+)
+"""How Ray says that a process, or what it had kept for others, is gone."""
+
+
 class ActorProcess(Process):
     """A process that is a Ray actor."""
 
@@ -192,7 +201,7 @@ class ActorProcess(Process):
         """Waits for a call; tells the death of this process from that of another whose result it needs."""
         try:
             return await reference
-        except ray.exceptions.RayActorError as error:
+        except _GONE as error:
             role = "process that another one waits for" if await self._lives() else self.role
             raise ProcessDiedError(role, _cause(error)) from error
 
@@ -200,7 +209,7 @@ class ActorProcess(Process):
         try:
             async with asyncio.timeout(_PING_S):
                 await self._actor.ping.remote()
-        except (TimeoutError, ray.exceptions.RayActorError):
+        except (TimeoutError, *_GONE):
             return False
         return True
 

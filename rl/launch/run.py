@@ -6,11 +6,14 @@ A run never lands in another's folder by accident: an existing name needs `run.r
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -22,6 +25,7 @@ from rl.launch.config import RunConfig
 from rl.leftovers import start_ticks
 
 _DRIVER = "driver.json"
+_LOCK = ".lock"
 
 
 class RunState(StrEnum):
@@ -104,10 +108,20 @@ def open_run(config: RunConfig) -> RunFolder:
     """
     path = _path(config)
     try:
-        record = _checked(config, path)
-        return _open(config, path, record)
+        with _alone(path.parent):
+            return _open(config, path, _checked(config, path))
     except OSError as error:
         raise _unusable(path, error) from error
+
+
+@contextmanager
+def _alone(root: Path) -> Iterator[None]:
+    """Keeps two starts at the same moment from both finding a name free."""
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / _LOCK).open("w") as file:
+        with suppress(OSError):  # a file system that has no locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def check_name(config: RunConfig) -> None:

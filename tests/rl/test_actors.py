@@ -14,6 +14,7 @@ import ray
 from rl import actors, crew
 from rl.actors import Cluster, Host, Process
 from rl.placement import Bundle
+from rl.restarts import ProcessDiedError
 
 
 async def test_who_stops_second_waits_until_the_object_is_closed() -> None:
@@ -93,3 +94,36 @@ async def test_a_process_that_does_not_stop_is_killed_so_that_another_can_have_i
     watch: Any = SimpleNamespace(note=notes.append)
     await crew.Crew(unused, unused, watch, unused, unused)._stop(stuck)  # type: ignore[arg-type]
     assert stuck.killed and "the generator did not stop cleanly (TimeoutError" in notes[0]
+
+
+class Gone:
+    """An actor whose calls end with an error of Ray; whether it still lives is asked by a ping."""
+
+    def __init__(self, error: BaseException, lives: bool) -> None:
+        self.call, self.ping = SimpleNamespace(remote=self._fail), SimpleNamespace(remote=self._ping)
+        self._error, self._alive = error, lives
+
+    async def _fail(self, *args: Any) -> None:
+        raise self._error
+
+    async def _ping(self) -> None:
+        if not self._alive:
+            raise ray.exceptions.ActorDiedError
+
+
+@pytest.mark.parametrize("lives", [True, False])
+@pytest.mark.parametrize(
+    "error",
+    [
+        ray.exceptions.ActorDiedError(),
+        ray.exceptions.ObjectLostError("ab" * 28, None, ""),
+        ray.exceptions.OwnerDiedError("ab" * 28, None, ""),
+        ray.exceptions.NodeDiedError("the node is gone"),
+        ray.exceptions.WorkerCrashedError(),
+    ],
+)
+async def test_whatever_a_lost_node_takes_along_is_a_death(error: BaseException, lives: bool) -> None:
+    process = actors.ActorProcess("trainer", Gone(error, lives))
+    with pytest.raises(ProcessDiedError) as caught:
+        await process.call("step")
+    assert caught.value.role == ("process that another one waits for" if lives else "trainer")

@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import yaml
 
+from rl.launch import run
 from rl.launch.compose import load_config
 from rl.launch.config import RunConfig
 from rl.launch.resume import ResumeError, check_changes, with_stored_overrides
@@ -111,3 +114,30 @@ def test_resuming_takes_up_the_runs_own_settings_and_new_ones_win(tmp_path: Path
     wrong = load_config(with_stored_overrides([*again, "algorithm.group_size=4"]))
     with pytest.raises(ResumeError, match=r"algorithm\.group_size: 8 before, 4 now"):
         check_changes(wrong)
+
+
+def test_of_two_that_start_at_the_same_moment_one_has_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked, both, taken = run._checked, threading.Barrier(2), list[object]()
+
+    def slowly(*args):
+        found = checked(*args)
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.5)  # each would go on when both have looked
+        return found
+
+    monkeypatch.setattr(run, "_checked", slowly)
+
+    def start() -> None:
+        try:
+            taken.append(open_run(config(tmp_path)).attempt)
+        except RunFolderError as error:
+            taken.append(str(error))
+
+    starts = [threading.Thread(target=start) for _ in range(2)]
+    for thread in starts:
+        thread.start()
+    for thread in starts:
+        thread.join()
+    assert taken[0] == 1 and "is being driven by process" in str(taken[1])
