@@ -41,8 +41,22 @@ class Source:
     weight: float
 
 
-def merge_checkpoints(sources: Sequence[Source], out: Path, *, shard_bytes: int = _SHARD_BYTES) -> int:
-    """Writes the average of `sources` to `out`, a new folder, and returns the number of tensors.
+@dataclass(slots=True)
+class Merged:
+    """What was averaged.
+
+    Attributes:
+        tensors: how many.
+        likeness: by source, the cosine between its matrices and the first source's: near 1 for policies
+            that began as one, near 0 for others, whose average is no policy at all.
+    """
+
+    tensors: int
+    likeness: dict[str, float]
+
+
+def merge_checkpoints(sources: Sequence[Source], out: Path, *, shard_bytes: int = _SHARD_BYTES) -> Merged:
+    """Writes the average of `sources` to `out`, a new folder.
 
     The folder appears when it is complete. It holds the sources' configuration, tokenizer and chat format,
     and `merge.json`, which says what it was made of.
@@ -60,13 +74,14 @@ def merge_checkpoints(sources: Sequence[Source], out: Path, *, shard_bytes: int 
     others = _same_files(sources)
     readers = [ShardReader.of_folder(source.folder) for source in sources]
     names = _same_names(sources, readers, config)
+    products = torch.zeros(3, len(sources), dtype=torch.float64)
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
         with ShardWriter(partial, shard_bytes) as writer:
             for name in names:
-                _write(writer, name, _average(name, sources, readers, config), config)
+                _write(writer, name, _average(name, sources, readers, config, products), config)
             writer.finish()
         for other in others:
             shutil.copyfile(sources[0].folder / other, partial / other)
@@ -77,7 +92,10 @@ def merge_checkpoints(sources: Sequence[Source], out: Path, *, shard_bytes: int 
         raise MergeError(f"{out} cannot be written ({error.strerror}); give another folder") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return len(names)
+    dots, own, others = products.tolist()
+    cosines = [dot / math.sqrt(a * b) if a * b else 0.0 for dot, a, b in zip(dots, own, others, strict=True)]
+    names_after = [source.name for source in sources[1:]]
+    return Merged(len(names), dict(zip(names_after, cosines[1:], strict=True)))
 
 
 def _check_weights(sources: Sequence[Source]) -> None:
@@ -146,12 +164,20 @@ def _same_names(sources: Sequence[Source], readers: Sequence[ShardReader], confi
 
 
 def _average(
-    name: str, sources: Sequence[Source], readers: Sequence[ShardReader], config: PolicyConfig
+    name: str,
+    sources: Sequence[Source],
+    readers: Sequence[ShardReader],
+    config: PolicyConfig,
+    products: Tensor,
 ) -> Tensor:
-    """The average of one tensor, float32 inside, in the type it is stored in when that is plain."""
+    """The average of one tensor, float32 inside, in the type it is stored in when that is plain.
+
+    Adds to `products` [3, sources] a matrix's products of the first source with each, with itself, and of
+    each with itself.
+    """
     first = read_published(name, readers[0], config)
     total = torch.zeros(first.shape, dtype=torch.promote_types(first.dtype, torch.float32))
-    for source, reader in zip(sources, readers, strict=True):
+    for i, (source, reader) in enumerate(zip(sources, readers, strict=True)):
         value = first if reader is readers[0] else read_published(name, reader, config)
         if (value.shape, value.dtype) != (first.shape, first.dtype):
             raise MergeError(
@@ -162,7 +188,10 @@ def _average(
             raise MergeError(
                 f"tensor {name!r} of {source.name} holds values that are not finite; merge another"
             )
-        total.add_(value.to(total.dtype), alpha=source.weight)
+        wide, base = value.to(total.dtype), first.to(total.dtype)
+        total.add_(wide, alpha=source.weight)
+        if wide.dim() > 1:
+            products[:, i] += torch.stack([(base * wide).sum(), (base * base).sum(), (wide * wide).sum()])
     return total.to(first.dtype)
 
 

@@ -12,6 +12,9 @@ _HELP = """\
 The result is a policy's folder: temper eval merged env=calc, or temper train ... model.path=merged.
 """
 
+_UNLIKE = 0.5
+"""A cosine of weights that runs from one start stay far above."""
+
 
 def add_merge(commands: Any) -> None:
     """Adds `temper merge` to the commands."""
@@ -49,7 +52,14 @@ def _merge(parsed: argparse.Namespace, rest: list[str]) -> int:
             raise MergeError(f"{word}: give each checkpoint with its weight, as in my-run=0.6")
         target = find_target(name, parsed.root)
         sources.append(Source(target.name, target.policy, value))
-    count = merge_checkpoints(sources, parsed.out.expanduser())
-    print(f"averaged {count} tensors of {', '.join(f'{s.name} ({s.weight:g})' for s in sources)}")
+    merged = merge_checkpoints(sources, parsed.out.expanduser())
+    print(f"averaged {merged.tensors} tensors of {', '.join(f'{s.name} ({s.weight:g})' for s in sources)}")
+    for name, cosine in merged.likeness.items():
+        print(f"likeness of {name} and {sources[0].name}: {cosine:.3f}")
+        if cosine < _UNLIKE:
+            print(
+                f"warning: {name} and {sources[0].name} did not begin as one policy, and the average of such "
+                "policies can do nothing: merge runs with one warm start (model.path)"
+            )
     print(parsed.out)
     return 0

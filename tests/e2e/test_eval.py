@@ -42,6 +42,7 @@ def test_two_checkpoints_are_merged_evaluated_and_compared(home: Home) -> None:
     a, b = policy(home.path / "a", 0), policy(home.path / "b", 1)
     merged = temper(home, "merge", f"{a}=0.6", f"{b}=0.4", "--out", str(home.path / "m"))
     assert merged.returncode == 0, merged.stderr
+    assert "did not begin as one policy" in merged.stdout
     for name in ("a", "m"):
         words = ("env=sort", "n=3", "k=2", "effort=[1,50]", "scaffold=chat", "max_completion_tokens=6")
         done = temper(home, "eval", str(home.path / name), *words, f"out={home.path / f'eval-{name}'}")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from model.chat import nano_chat
 from model.checkpoint import load_policy, read_config, save_policy
 from model.config import PolicyConfig
-from model.merge import MergeError, Source, merge_checkpoints
+from model.merge import Merged, MergeError, Source, merge_checkpoints
 from model.policy import Policy
 
 
@@ -22,7 +22,7 @@ def write(folder: Path, seed: int, preset: str = "pico", **changed: object) -> P
     return folder
 
 
-def merge(out: Path, *parts: tuple[Path, float]) -> int:
+def merge(out: Path, *parts: tuple[Path, float]) -> Merged:
     return merge_checkpoints([Source(folder.name, folder, weight) for folder, weight in parts], out)
 
 
@@ -133,3 +133,14 @@ def test_a_folder_that_exists_is_not_written_over(tmp_path: Path) -> None:
     a = write(tmp_path / "a", 0)
     with pytest.raises(MergeError, match="exists; give a folder that does not"):
         merge(a, (a, 0.5), (a, 0.5))
+
+
+def test_it_says_which_policies_did_not_begin_as_one(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a", 0), write(tmp_path / "b", 1)
+    near = load_policy(a)
+    with torch.no_grad():
+        for weight in near.parameters():
+            weight.add_(torch.randn_like(weight) * 0.1 * weight.std() if weight.dim() > 1 else 0)
+    save_policy(near, tmp_path / "near", chat=nano_chat())
+    likeness = merge(tmp_path / "out", (a, 0.4), (tmp_path / "near", 0.3), (b, 0.3)).likeness
+    assert likeness["near"] == pytest.approx(1 / 1.01**0.5, abs=0.01) and abs(likeness["b"]) < 0.1
