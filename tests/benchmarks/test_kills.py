@@ -89,12 +89,20 @@ def test_a_process_dies_at_its_place_or_says_that_it_was_there(tmp_path: Path, d
     assert tokens(tmp_path, process.pid) == (0, 0, 0)
 
 
-def test_what_was_not_synced_is_gone_after_a_loss_of_power(tmp_path: Path) -> None:
+@pytest.mark.parametrize("held_elsewhere", [False, True])
+def test_what_was_not_synced_is_gone_after_a_loss_of_power(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_elsewhere: bool
+) -> None:
     if kills_power.offered():
         return  # it needs root and loop devices
+    monkeypatch.setattr(kills_power, "_BUSY_S", 0.5)
     power = Power(tmp_path / "image", tmp_path / "folder", 32)
     power.make()
+    words = ["unshare", "--mount", "sh", "-c", "echo; exec sleep 600"]
+    holder = subprocess.Popen(words, stdout=subprocess.PIPE) if held_elsewhere else None
     try:
+        if holder is not None and holder.stdout is not None:
+            holder.stdout.readline()
         synced = os.open(power.folder / "synced", os.O_CREAT | os.O_WRONLY)
         os.write(synced, b"kept")
         os.fsync(synced)
@@ -106,6 +114,9 @@ def test_what_was_not_synced_is_gone_after_a_loss_of_power(tmp_path: Path) -> No
         assert (power.folder / "synced").read_bytes() == b"kept"
         assert not (power.folder / "new").exists()
     finally:
+        if holder is not None:
+            holder.kill()
+            holder.communicate()
         power.end()
 
 
