@@ -59,11 +59,13 @@ class Attempt:
 
     def choose(self, logits: Tensor, slot: int) -> Tensor:
         """Draws the drafts [R] of a slot from the drafter's logits [R, V]."""
-        proposed = distribution(logits, self._columns).sampled
-        self._proposed.append(proposed)
+        proposed = distribution(logits, self._columns)
+        self._proposed.append(proposed.sampled)
         if self._rule == "coupled":
-            return invert(proposed, _tensor(uniforms(self._columns.seed, self._starts + slot), logits))
-        return invert(proposed, self._draws(slot, logits))
+            draws = _tensor(uniforms(self._columns.seed, self._starts + slot), logits)
+        else:
+            draws = self._draws(slot, logits)
+        return invert(proposed.tempered, draws)
 
     def verify(self, logits: Tensor, drafts: np.ndarray, lengths: np.ndarray) -> Verified:
         """Checks drafts.
@@ -79,7 +81,7 @@ class Attempt:
         index = first[:, None] + np.minimum(np.arange(drafts.shape[1] + 1), lengths[:, None])
         if self._rule == "coupled":
             draws = uniforms(self._columns.seed[row], self._starts[row] + np.arange(len(row)) - first[row])
-            drawn = invert(target.sampled, _tensor(draws, logits)).cpu().numpy()
+            drawn = invert(target.tempered, _tensor(draws, logits)).cpu().numpy()
             accepted, tokens = _coupled(drawn[index], drafts, lengths)
         else:
             accepted, tokens = self._reject(target.sampled, index, drafts, lengths)

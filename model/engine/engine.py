@@ -392,7 +392,9 @@ class Engine:
         if rows:
             every = np.concatenate(rows)
             logits = self.policy.logits(hidden[0] if len(hidden) == 1 else torch.cat(hidden))
-            drawn = sample(logits, self._rows.sampling.take(every), self._rows.length[every])
+            drawn = sample(
+                logits, self._rows.sampling.take(every), self._rows.length[every], exact=self.policy.exact
+            )
             parts, clean = [*parts, Drawn(every, drawn)], clean and bool(drawn.finite.all())
         return parts, clean
 

@@ -15,12 +15,18 @@ import torch
 from torch import Tensor
 
 from model.choices import SamplingMask, truncated_logprobs
+from model.ops.sampling import Rules, invert, sampling, truncate, uniforms
 
-_INCREMENT = np.uint64(0x9E3779B97F4A7C15)
-_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-_SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
-_UNIFORM_BITS = 48
-
+__all__ = [
+    "Distribution",
+    "Sampled",
+    "SamplingColumns",
+    "SamplingParams",
+    "distribution",
+    "invert",
+    "sample",
+    "uniforms",
+]
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -98,50 +104,33 @@ class Sampled:
         )
 
 
-def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Returns the draws in [0, 1) of seeds uint64 [B] at positions [B], float64 [B].
-
-    Two rounds of SplitMix64 (Steele, Lea, Flood 2014), the second over the first's output plus the position.
-    """
-    return _draw(_mix(seeds.astype(np.uint64)), positions)
-
-
-def _draw(mixed: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    bits = _mix(mixed ^ (positions.astype(np.uint64) * _INCREMENT)) >> np.uint64(64 - _UNIFORM_BITS)
-    return bits.astype(np.float64) * 2.0**-_UNIFORM_BITS
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    x = x + _INCREMENT
-    x = (x ^ (x >> _SHIFTS[0])) * _MULTIPLIERS[0]
-    x = (x ^ (x >> _SHIFTS[1])) * _MULTIPLIERS[1]
-    return x ^ (x >> _SHIFTS[2])
-
-
-def sample(logits: Tensor, columns: SamplingColumns, positions: np.ndarray) -> Sampled:
+def sample(
+    logits: Tensor, columns: SamplingColumns, positions: np.ndarray, *, exact: bool = False
+) -> Sampled:
     """Draws one token a row.
 
     Args:
         logits: float32 [B, V], of the next token.
         columns: The parameters of the rows.
         positions: int64 [B], the position in its sequence that the drawn token will take.
+        exact: log-probabilities are to have the bits that a trainer in exact mode computes.
     """
-    greedy = columns.temperature == 0.0
-    temperature = np.where(greedy, 1.0, columns.temperature)
-    scaled = logits if (temperature == 1.0).all() else logits / _column(temperature, logits)
-    logprobs = truncated_logprobs(scaled, None)
-    allowed = _truncate(logprobs, columns, greedy)
-    kept = None if allowed is None else truncated_logprobs(scaled, allowed)
-    draws = torch.from_numpy(uniforms(columns.seed, positions)).to(logits.device)
-    tokens = invert(logprobs if kept is None else kept, draws)
-    if greedy.any():
-        mask = torch.from_numpy(greedy).to(logits.device)
-        tokens = torch.where(mask, logits.argmax(dim=1), tokens)
-    full = logprobs.gather(1, tokens[:, None])[:, 0]
-    own = full if kept is None else kept.gather(1, tokens[:, None])[:, 0]
-    own, full = torch.stack((own, full)).cpu().numpy()
-    mask = None if allowed is None else SamplingMask.of_allowed(allowed.cpu())
-    return Sampled(tokens.cpu().numpy(), own, full, np.isfinite(full), mask)
+    drawn = sampling(logits, _rules(columns, positions), exact=exact)
+    mask = None
+    if drawn.counts is not None and drawn.ids is not None:
+        mask = SamplingMask(drawn.ids, torch.nn.functional.pad(drawn.counts.cumsum(0), (1, 0)))
+    full = drawn.full.numpy()
+    return Sampled(drawn.tokens.numpy(), drawn.logprobs.numpy(), full, np.isfinite(full), mask)
+
+
+def _rules(columns: SamplingColumns, positions: np.ndarray) -> Rules:
+    return Rules(
+        torch.from_numpy(columns.temperature),
+        torch.from_numpy(columns.top_p),
+        torch.from_numpy(columns.top_k),
+        torch.from_numpy(columns.seed.view(np.int64)),
+        torch.from_numpy(positions.astype(np.int64)),
+    )
 
 
 def _column(values: np.ndarray, like: Tensor) -> Tensor:
@@ -159,6 +148,7 @@ class Distribution:
         full: float32 [B, V], tempered without truncation.
         finite: bool [B].
         allowed: bool [B, V], what top-k and top-p left; None when no row is truncated.
+        tempered: float32 [B, V], logits of `sampled` for `invert`, which then draws what `sample` draws.
     """
 
     sampled: Tensor
@@ -166,6 +156,7 @@ class Distribution:
     full: Tensor
     finite: Tensor
     allowed: Tensor | None
+    tempered: Tensor
 
     def report(self, rows: Tensor, tokens: Tensor) -> Sampled:
         """What `sample` says when it draws `tokens` [n] in `rows` [n]."""
@@ -180,44 +171,16 @@ def distribution(logits: Tensor, columns: SamplingColumns) -> Distribution:
     temperature = np.where(greedy, 1.0, columns.temperature)
     scaled = logits if (temperature == 1.0).all() else logits / _column(temperature, logits)
     full = truncated_logprobs(scaled, None)
-    allowed = _truncate(full, columns, greedy)
-    sampled = reported = full if allowed is None else truncated_logprobs(scaled, allowed)
+    top_k, top_p = np.where(greedy, 0, columns.top_k), np.where(greedy, 1.0, columns.top_p)
+    allowed = truncate(scaled, torch.from_numpy(top_k), torch.from_numpy(top_p))
+    tempered, sampled = scaled, full
+    if allowed is not None:
+        tempered = scaled.masked_fill(~allowed, -torch.inf)
+        sampled = truncated_logprobs(tempered, None)
+    reported = sampled
     if greedy.any():
         certain = torch.full_like(logits, -torch.inf).scatter_(1, logits.argmax(1, keepdim=True), 0.0)
         mask = torch.from_numpy(greedy).to(logits.device)
         sampled = torch.where(mask[:, None], certain, sampled)
-    return Distribution(sampled, reported, full, full.amax(dim=1).isfinite(), allowed)
-
-
-def invert(logprobs: Tensor, draws: Tensor) -> Tensor:
-    """Returns the first id whose cumulative probability exceeds the draw, int64 [B].
-
-    Cumulated in float64, and draws have 48 bits, so the draw times the total stays below the total: an id of
-    probability 0 is never returned. A row that is not finite yields some id in range.
-    """
-    cumulative = logprobs.double().exp_().cumsum(dim=1)
-    thresholds = draws * cumulative[:, -1]
-    tokens = torch.searchsorted(cumulative, thresholds[:, None], right=True)[:, 0]
-    return tokens.clamp_(max=logprobs.shape[1] - 1)
-
-
-def _truncate(logprobs: Tensor, columns: SamplingColumns, greedy: np.ndarray) -> Tensor | None:
-    """Returns which ids top-k and then top-p keep, bool [B, V]; ties go to the lower id.
-
-    None when no row truncates.
-    """
-    size = logprobs.shape[1]
-    top_k = np.where((columns.top_k <= 0) | greedy, size, columns.top_k)
-    top_p = np.where(greedy, 1.0, columns.top_p)
-    if not ((top_k < size) | (top_p < 1.0)).any():
-        return None
-    ordered, order = logprobs.sort(dim=1, descending=True, stable=True)
-    rank = torch.arange(size, device=logprobs.device)
-    ordered = ordered.masked_fill(rank >= _column(top_k, rank), -torch.inf)
-    probabilities = torch.softmax(ordered.double(), dim=1)
-    before = probabilities.cumsum(dim=1) - probabilities
-    limit = torch.from_numpy(top_p).to(logprobs.device)[:, None]
-    # The most likely id always stays; a top_p of 1 drops nothing, whatever the rounding of the sum.
-    dropped = (before >= limit) & (rank > 0) & (limit < 1.0)
-    stays = ~dropped & (ordered > -torch.inf)
-    return torch.empty_like(stays).scatter_(1, order, stays)
+        tempered = torch.where(mask[:, None], certain, tempered)
+    return Distribution(sampled, reported, full, full.amax(dim=1).isfinite(), allowed, tempered)

@@ -16,6 +16,8 @@ from model.choices import LOWEST_LOGPROB, SamplingMask, entropy_of, truncated_lo
 from model.layers.exact import exact_mode, matmul
 from model.layers.linear import wide_linear
 from model.ops.dispatch import served
+from model.ops.linear_reverse_kl import linear_reverse_kl as fused_reverse_kl
+from model.ops.linear_reverse_kl import serves as fused_reverse_kl_serves
 
 CHUNK_ELEMENTS = 1 << 24
 """Logits held at once: 64 MiB in float32."""
@@ -70,6 +72,11 @@ def linear_reverse_kl(
             f"the student has {weight.shape[0]} tokens, the teacher {teacher_weight.shape[0]}; an exact KL "
             "needs one vocabulary: choose a teacher with the student's tokenizer"
         )
+    if served(hidden):
+        # Hidden states of a teacher are kept in float32; those of one in bfloat16 lose nothing.
+        other = teacher_hidden.to(teacher_weight.dtype)
+        if fused_reverse_kl_serves(hidden, weight, other, teacher_weight):
+            return fused_reverse_kl(hidden, weight, other, teacher_weight, temperature=temperature)
     return _LinearReverseKL.apply(  # type: ignore[no-any-return]
         hidden, weight, teacher_hidden.detach(), teacher_weight.detach(), temperature, limit
     )

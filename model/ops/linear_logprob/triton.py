@@ -20,7 +20,7 @@ ROWS, COLUMNS, DEPTH, GROUP = 128, 256, 64, 8
 
 
 @triton.jit
-def _logits(
+def logit_tile(
     hidden,
     weight,
     count,
@@ -66,7 +66,7 @@ def _partials(
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    acc, row_tile, column_tile = _logits(hidden, weight, count, tiles, 0, K, ROWS, COLUMNS, DEPTH, GROUP)
+    acc, row_tile, column_tile = logit_tile(hidden, weight, count, tiles, 0, K, ROWS, COLUMNS, DEPTH, GROUP)
     r = row_tile * ROWS + tl.arange(0, ROWS)
     c = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     inside = r < count
@@ -130,7 +130,7 @@ def _logit_gradients(
     GROUP: tl.constexpr,
 ):
     """d/dlogit = (g (1[label] - p) - h p (log p + entropy)) / temperature; g, h: gradients of the outputs."""
-    acc, row_tile, column_tile = _logits(
+    acc, row_tile, column_tile = logit_tile(
         hidden, weight, count, tiles, first_column, K, ROWS, COLUMNS, DEPTH, GROUP
     )
     r = row_tile * ROWS + tl.arange(0, ROWS)

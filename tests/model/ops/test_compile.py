@@ -22,8 +22,10 @@ from model.ops.hyper_boundary import triton as boundary  # noqa: E402
 from model.ops.index_decode import triton as index_decode  # noqa: E402
 from model.ops.indexer import triton as indexer  # noqa: E402
 from model.ops.linear_logprob import triton as logprob  # noqa: E402
+from model.ops.linear_reverse_kl import triton as reverse_kl  # noqa: E402
 from model.ops.pack_keys import triton as packing  # noqa: E402
 from model.ops.rotary import triton as rotary  # noqa: E402
+from model.ops.sampling import triton as sampling  # noqa: E402
 from model.ops.sparse_attention import backward, gluon  # noqa: E402
 from model.ops.sparse_attention import triton as attention  # noqa: E402
 from model.ops.sparse_attention.inverse import InverseIndex  # noqa: E402
@@ -91,6 +93,20 @@ def _logprob(compiled):
     return kernels + compiled(
         logprob.logit_gradients,
         *(hidden, weight, labels, row, row, row, row),
+        temperature=0.7,
+        columns=slice(20480, 40960),
+        out=_t(8192, 20480),
+    )
+
+
+def _reverse_kl(compiled):
+    heads = _t(8192, 5120), _t(129280, 5120), _t(8192, 7168), _t(129280, 7168)
+    row = _t(8192, dtype=FP32)
+    kernels = compiled(reverse_kl.forward, *heads, temperature=1.0)
+    return kernels + compiled(
+        reverse_kl.logit_gradients,
+        *heads,
+        (row, row, row, row),
         temperature=0.7,
         columns=slice(20480, 40960),
         out=_t(8192, 20480),
@@ -170,6 +186,11 @@ def _decode_index(compiled, listed):
     return kernels + compiled(decode_rows.decode_rows, chosen, table, 64, blocks, 8)
 
 
+def _sampling(compiled, truncate):
+    rules = _t(5, 64, dtype=torch.int64)
+    return compiled(sampling.launch, _t(64, 129280, dtype=FP32), rules, truncate)
+
+
 def _exact(compiled, rows):
     out = _t(1, rows, 5120)
     return compiled(exact_linear.product, _t(1, rows, 8192), _t(1, 5120, 8192), out)
@@ -189,6 +210,7 @@ CASES = {
     "scores_bf16": lambda c: _scores(c, BF16),
     "scores_fp8": lambda c: _scores(c, FP8),
     "logprob": _logprob,
+    "reverse_kl": _reverse_kl,
     "pack_main": lambda c: _pack(c, "main", 512, 2),
     "pack_index": lambda c: _pack(c, "index", 128, 1),
     "pack_window": lambda c: _pack(c, "window", 512, 1),
@@ -200,6 +222,8 @@ CASES = {
     "experts_few": _few_experts,
     "index_decode": lambda c: _decode_index(c, False),
     "index_decode_listed": lambda c: _decode_index(c, True),
+    "sampling": lambda c: _sampling(c, False),
+    "sampling_truncated": lambda c: _sampling(c, True),
     "exact_few": lambda c: _exact(c, 64),
     "exact_many": lambda c: _exact(c, T),
 }

@@ -1,0 +1,94 @@
+"""The sampling kernel draws the tokens of its definition and keeps the same ids."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels need Triton, an optional dependency")
+
+from model.ops.sampling import Rules, reference
+
+
+def rules_of(rows: list[tuple[float, float, int]], seed: int) -> Rules:
+    generator = torch.Generator().manual_seed(seed)
+    temperature, top_p, top_k = (torch.tensor(column) for column in zip(*rows, strict=True))
+    draws = torch.randint(-(2**62), 2**62, (len(rows),), generator=generator)
+    places = torch.randint(0, 2**20, (len(rows),), generator=generator)
+    return Rules(temperature.double(), top_p.double(), top_k.long(), draws, places)
+
+
+def assert_equal(got, expected):
+    assert torch.equal(got.tokens, expected.tokens)
+    for a, b in ((got.logprobs, expected.logprobs), (got.full, expected.full)):
+        torch.testing.assert_close(a, b, atol=3e-6, rtol=1e-6, equal_nan=True)
+    assert (got.counts is None) == (expected.counts is None)
+    if got.counts is not None:
+        assert torch.equal(got.counts, expected.counts) and torch.equal(got.ids, expected.ids)
+
+
+def awkward(rows: int, size: int) -> torch.Tensor:
+    torch.manual_seed(0)
+    logits = torch.randn(rows, size) * 3
+    logits[1] = torch.round(logits[1])
+    logits[2, : size // 2] = -torch.inf
+    logits[3] = 0.0
+    return logits
+
+
+ROWS = [
+    (1.0, 0.9, 0),
+    (0.7, 1.0, 5),
+    (1.3, 0.8, 50),
+    (1.0, 0.5, 7),
+    (0.0, 0.5, 3),
+    (1.0, 1.0, 0),
+    (0.9, 0.999, 4999),
+    (2.0, 1e-9, 0),
+]
+
+
+@pytest.mark.parametrize("size", [40, 5000])
+@pytest.mark.parametrize("rows", [ROWS, [(t, 1.0, 0) for t, _, _ in ROWS]])
+def test_draws_what_the_definition_draws(interpreted, size, rows):
+    logits = awkward(len(rows), size)
+    for seed in range(2):
+        rules = rules_of(rows, seed)
+        got = interpreted("model.ops.sampling.triton", "sampling", logits, rules)
+        assert_equal(got, reference.sampling(logits, rules))
+
+
+def test_rows_that_are_not_finite_leave_the_others_alone(interpreted):
+    logits = awkward(5, 300)
+    logits[0, 3], logits[1, 0], logits[2] = torch.nan, torch.inf, -torch.inf
+    logits[3, 290:], logits[4, 0] = -torch.inf, -torch.inf
+    for rule in ((1.0, 0.9, 298), (0.8, 1.0, 0), (0.0, 1.0, 0)):
+        rules = rules_of([rule] * 5, 1)
+        got = interpreted("model.ops.sampling.triton", "sampling", logits, rules)
+        expected = reference.sampling(logits, rules)
+        assert got.full.isnan().tolist() == [True, True, True, False, False]
+        assert torch.equal(got.tokens[3:], expected.tokens[3:])
+        assert ((got.tokens >= 0) & (got.tokens < 300)).all()
+
+
+def test_a_row_draws_the_same_in_every_batch(interpreted):
+    logits, rules = awkward(len(ROWS), 200), rules_of(ROWS, 3)
+    together = interpreted("model.ops.sampling.triton", "sampling", logits, rules)
+    for row in (0, 2, 5):
+        one = Rules(*(getattr(rules, name)[row : row + 1] for name in Rules.__slots__))
+        alone = interpreted("model.ops.sampling.triton", "sampling", logits[row : row + 1], one)
+        assert alone.tokens[0] == together.tokens[row] and alone.logprobs[0] == together.logprobs[row]
+
+
+def test_weights_sum_exactly_whatever_their_order():
+    logits = awkward(4, 5000)
+    mass = reference.weights(logits)
+    order = torch.randperm(5000)
+    assert torch.equal(mass[:, order].sum(1), mass.sum(1)) and int(mass.amax()) == 2**44
+    shares = mass.double() / mass.sum(1, keepdim=True)
+    torch.testing.assert_close(shares, logits.double().softmax(1), atol=1e-13, rtol=1e-9)
+
+
+def test_other_shapes_are_refused():
+    from model.ops.sampling import sampling
+
+    with pytest.raises(ValueError, match="fp32 logits"):
+        sampling(torch.zeros(3, 5, dtype=torch.float64), rules_of([(1.0, 1.0, 0)] * 3, 0))
