@@ -78,8 +78,11 @@ def _pooled(values: Tensor, gates: Tensor | None, ratio: int, starts: Tensor) ->
     return (gates[rows].softmax(1) * values[rows]).sum(1).to(torch.bfloat16)
 
 
-def new_keys(attention: Attention, x: Tensor, flat: Flat, rounded: bool) -> Keys:
-    """Compress the documents of a training batch to the keys of a source layer."""
+def new_keys(attention: Attention, x: Tensor, flat: Flat, rounded: bool, taught: bool) -> Keys:
+    """Compress the documents of a training batch to the keys of a source layer.
+
+    With `taught` index keys have a gradient, to the indexer only.
+    """
     groups, compressor = flat.groups(attention.ratio), attention.compressor
     width, indexer = attention.width, attention.indexer
     if not groups.total:
@@ -88,8 +91,8 @@ def new_keys(attention: Attention, x: Tensor, flat: Flat, rounded: bool) -> Keys
     angles = flat.group_angles(attention.ratio, attention.frequencies)
     layout = (attention.ratio, groups.starts, compressor.norm.eps, angles, rounded)
     latent, entries = _Compress.apply(values, gates, compressor.norm.weight, layout)  # pyright: ignore
-    with torch.no_grad():
-        normed = indexer.k_norm(indexer.wk(latent))
+    with torch.set_grad_enabled(taught and torch.is_grad_enabled()):
+        normed = indexer.k_norm(indexer.wk(latent.detach()))
         index_keys = index_heads(normed[:, None], *angles, rounded=rounded)[:, 0]
     return Keys(groups, entries, index_keys)
 
@@ -163,23 +166,25 @@ def read_keys(attention: Attention, flat: Flat, cache: PolicyCache) -> Keys:
     return Keys(groups, entries, unpack("index", held_index.records()).to(torch.bfloat16), table)
 
 
-def choose(
-    attention: Attention,
-    x: Tensor,
-    latent: Tensor,
-    angles: Angles,
-    keys: Keys,
-    flat: Flat,
-    rounded: bool,
-    grad: bool,
-) -> Keys:
-    """`keys` with what the tokens select among them."""
-    groups, indexer = keys.groups, attention.indexer
-    with torch.no_grad():
+def ask(
+    attention: Attention, x: Tensor, latent: Tensor, angles: Angles, rounded: bool, taught: bool
+) -> tuple[Tensor, Tensor]:
+    """Index queries [T, h, c_I] and head weights [T, h] fp32; a gradient goes to the indexer only."""
+    indexer = attention.indexer
+    with torch.set_grad_enabled(taught and torch.is_grad_enabled()):
         heads = indexer.wq_b(latent.detach()).unflatten(-1, (indexer.heads, indexer.width))
         heads = index_heads(heads, *angles, rounded=rounded)
         weights = indexer.weights_proj(x.detach()) * (indexer.width**-0.5 * indexer.heads**-0.5)
-        asked = (heads, keys.index_keys, weights.float())
+        return heads, weights.float()
+
+
+def choose(
+    attention: Attention, queries: tuple[Tensor, Tensor], keys: Keys, flat: Flat, grad: bool
+) -> Keys:
+    """`keys` with what the tokens that `ask` select among them."""
+    groups = keys.groups
+    with torch.no_grad():
+        asked = (queries[0].detach(), keys.index_keys.detach(), queries[1].detach())
         rule = attention.rule
         longest = int(flat.longest // attention.ratio)
         if (

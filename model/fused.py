@@ -18,16 +18,18 @@ from torch.utils.checkpoint import checkpoint
 from model.batch import Batch
 from model.config import AttentionMode, PolicyConfig
 from model.flat import Angles, Flat
-from model.flat_keys import Keys, cached_keys, choose, new_keys, read_keys, selection
+from model.flat_keys import Keys, ask, cached_keys, choose, new_keys, read_keys, selection
 from model.layers.attention import Attention, RunOptions
 from model.layers.block import Block
 from model.layers.exact import in_present_mode, is_exact
 from model.layers.hyper_connections import HyperConnection
+from model.layers.indexer_loss import Supervision
 from model.layers.moe import MixtureOfExperts, Routing
 from model.ops.dispatch import note, served
 from model.ops.exact_linear import exact_linear
 from model.ops.experts import combine, few_rows, grouped, plan_of, route, spread, swiglu
 from model.ops.hyper_boundary import STREAMS, hyper_coefficients, hyper_input, hyper_update
+from model.ops.index_loss import index_loss
 from model.ops.rotary import rotary, window_keys
 from model.ops.sparse_attention import sparse_attention, table_attention
 
@@ -60,8 +62,8 @@ def applies(policy: Policy, embedded: Tensor, batch: Batch, options: RunOptions)
     why = unserved(policy.config)
     if why is None and batch.image is not None:
         why = "images"
-    if why is None and options.supervision is not None:
-        why = "the indexer's loss"
+    if why is None and options.supervision is not None and options.supervision.variant == "dense":
+        why = "the indexer's loss over all keys"
     if why is None and any(block.ffn.spread is not None for block in policy.blocks):
         why = "experts held by other processes"
     note("policy", "kernels" if why is None else f"reference for {why}")
@@ -170,7 +172,8 @@ class Pass:
 
     def _keys(self, attention: Attention, x: Tensor, flat: Flat) -> Keys:
         if self.cache is None:
-            return new_keys(attention, x, flat, self.options.fake_quant)
+            taught = self.options.supervision is not None
+            return new_keys(attention, x, flat, self.options.fake_quant, taught)
         return cached_keys(attention, x, flat, self.cache)
 
     def _decoder_keys(self, boundary: Tensor, flat: Flat) -> dict[int, Keys]:
@@ -224,13 +227,17 @@ def attend(
     # Autograd refuses to overwrite a view of what exact products return.
     query = rotary(query, *angles, in_place=not (is_exact() and torch.is_grad_enabled()))
     grad = torch.is_grad_enabled() and cache is None
+    taught, asked = options.supervision is not None, None
     if attention.mode in (AttentionMode.FULL, AttentionMode.REINDEX):
         assert keys is not None
-        keys = choose(attention, x, latent, angles, keys, flat, options.fake_quant, grad)
+        asked = ask(attention, x, latent, angles, options.fake_quant, taught)
+        keys = choose(attention, asked, keys, flat, grad)
     used = keys if attention.ratio and keys is not None else _window_alone(flat, x, attention.width)
     window = attention.wkv(x)
-    if grad:
-        output = _attend_training(attention, query, window, angles, used, flat, options)
+    if grad or taught:
+        output, lse = _attend_training(attention, query, window, angles, used, flat, options)
+        if options.supervision is not None and asked is not None:
+            _supervise(options.supervision, attention, asked, query, lse, used)
     else:
         output = _attend_table(attention, query, window, angles, used, flat, cache, options)
     return project(attention, output, angles), keys
@@ -257,11 +264,11 @@ def _attend_training(
     keys: Keys,
     flat: Flat,
     options: RunOptions,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     assert keys.selected is not None
     norm = attention.kv_norm
     rows = window_keys(window, norm.weight, *angles, eps=norm.eps, rounded=options.fake_quant)
-    output, _ = sparse_attention(
+    return sparse_attention(
         query,
         keys.entries,
         keys.selected.indices,
@@ -273,7 +280,30 @@ def _attend_training(
         inverse=keys.inverse,
         exact=is_exact(),
     )
-    return output
+
+
+def _supervise(
+    supervision: Supervision,
+    attention: Attention,
+    asked: tuple[Tensor, Tensor],
+    query: Tensor,
+    lse: Tensor,
+    keys: Keys,
+) -> None:
+    """Add a layer's indexer loss: over its selection, against what the attention weighed."""
+    assert keys.selected is not None
+    indices = keys.selected.indices
+    losses = index_loss(
+        *asked,
+        keys.index_keys,
+        query,
+        keys.entries,
+        lse,
+        indices,
+        scale=attention.width**-0.5,
+        inverse=keys.inverse,
+    )
+    supervision.add(attention.layer, losses.sum(), (indices >= 0).any(1).sum())
 
 
 def _attend_table(

@@ -67,6 +67,30 @@ def test_gradients_agree(policy):
             assert _error(grads[1][name], grad) < 0.15, name
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_indexer_learns_what_it_learns_in_float32(policy, recompute):
+    wide = Policy(replace(CONFIG, dtype="float32"))
+    wide.load_state_dict(policy.state_dict())
+    tokens, losses, grads = _documents((44, 30)), [], []
+    policy.set_recompute(recompute)
+    for model in (wide, policy):
+        model.zero_grad()
+        with dispatch.fused_everywhere():
+            losses.append(model(tokens, indexer_loss=True).aux.indexer_loss)
+            assert (dispatch.paths()["policy"] == "kernels") == (model is policy)
+            losses[-1].backward()
+        found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        grads.append({name: grad for name, grad in found.items() if grad.any()})
+    policy.set_recompute(False)
+    assert grads[0] and grads[0].keys() == grads[1].keys()
+    assert all("indexer" in name for name in grads[0])
+    assert _error(losses[1], losses[0]) < 0.01
+    for name, grad in grads[0].items():
+        assert _error(grads[1][name], grad) < 0.15, name
+    with torch.no_grad(), dispatch.fused_everywhere():
+        assert _error(policy(tokens, indexer_loss=True).aux.indexer_loss, losses[1]) < 1e-4
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("top_k", [8, 64])
 def test_prefill_pieces_and_decoding_repeat_a_training_pass_bit_for_bit(top_k):
@@ -102,8 +126,8 @@ def test_the_decoder_may_skip_a_prompt(policy):
 
 def test_what_kernels_do_not_serve_is_named(policy):
     with dispatch.fused_everywhere():
-        policy(_documents((20, 12)), indexer_loss=True)
-        assert dispatch.paths()["policy"] == "reference for the indexer's loss"
+        policy(_documents((20, 12)), indexer_loss="dense")
+        assert dispatch.paths()["policy"] == "reference for the indexer's loss over all keys"
     policy(_documents((8,)))
     assert dispatch.paths()["policy"] == "reference (bfloat16 on cpu)"
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from model.ops.dispatch import use_kernel
 from model.ops.records import pack, unpack
 from model.ops.rotary import reference
+from model.quant.blocks import straight_through
 
 __all__ = ["index_heads", "rotary", "window_keys"]
 
@@ -88,11 +89,19 @@ def window_keys(
 def index_heads(x: Tensor, cosine: Tensor, sine: Tensor, *, rounded: bool) -> Tensor:
     """Index queries or keys [T, H, D] bf16, rotated and with `rounded` as their FP4 records decode.
 
-    Without gradient: a choice has none.
+    A choice has no gradient, but the loss that trains scores has one: that of the rotation, as if nothing
+    were rounded.
     """
     if use_kernel("index_heads", x):
         from model.ops.rotary import triton
+        from model.ops.rotary.autograd import IndexHeads
 
+        if torch.is_grad_enabled() and x.requires_grad:
+            return IndexHeads.apply(x, cosine, sine, rounded)  # pyright: ignore[reportReturnType]
         return triton.index_heads(x, cosine, sine, rounded=rounded)
     turned = reference.rotary(x, cosine, sine)
-    return unpack("index", pack("index", turned)).to(x.dtype) if rounded else turned
+    return straight_through(turned, _index_rounded) if rounded else turned
+
+
+def _index_rounded(turned: Tensor) -> Tensor:
+    return unpack("index", pack("index", turned)).to(turned.dtype)

@@ -58,3 +58,20 @@ class WindowKeys(torch.autograd.Function):
         inner = (per_channel * norm.float()).mean(-1, keepdim=True)
         grad_values = (grad * norm.float() - normed * inner) * factor
         return grad_values.to(values.dtype), grad_norm, None, None, None, None
+
+
+class IndexHeads(torch.autograd.Function):
+    """See `model.ops.rotary.index_heads`: the rounding passes gradients as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor, rounded: bool) -> Tensor:
+        """Heads [T, H, D]."""
+        ctx.save_for_backward(cosine, sine)
+        return triton.index_heads(x, cosine, sine, rounded=rounded)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """The opposite rotation."""
+        grad = grads[0].clone(memory_format=torch.contiguous_format)
+        return triton.rotary_(grad, *ctx.saved_tensors, -1.0), None, None, None

@@ -110,7 +110,7 @@ def _entry_rows(
 
 
 @triton.jit
-def _gather_rows(
+def gather_rows(
     rows, pointers, slots, grad, KEYS: tl.constexpr, MAIN: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Add to one entry's gradient the rows listed for it, in list order."""
@@ -259,7 +259,7 @@ def _launch_entries(saved: Saved, grad_out: Tensor, part: slice, weights: Tensor
 
 
 def _launch_gather(saved: Saved, rows: Tensor, pointers: Tensor, slots: Tensor, grad_table: Tensor) -> None:
-    _gather_rows[(saved.entries,)](
+    gather_rows[(saved.entries,)](
         rows,
         pointers,
         slots,

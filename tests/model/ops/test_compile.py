@@ -20,6 +20,7 @@ from model.ops.experts.plan import Plan  # noqa: E402
 from model.ops.hyper_boundary import gradients  # noqa: E402
 from model.ops.hyper_boundary import triton as boundary  # noqa: E402
 from model.ops.index_decode import triton as index_decode  # noqa: E402
+from model.ops.index_loss import triton as index_loss  # noqa: E402
 from model.ops.indexer import triton as indexer  # noqa: E402
 from model.ops.linear_logprob import triton as logprob  # noqa: E402
 from model.ops.linear_reverse_kl import triton as reverse_kl  # noqa: E402
@@ -186,6 +187,17 @@ def _decode_index(compiled, listed):
     return kernels + compiled(decode_rows.decode_rows, chosen, table, 64, blocks, 8)
 
 
+def _index_loss(compiled):
+    student = _t(T, 32, 128), _t(T, 32, dtype=FP32), _t(E, 128)
+    indices, chosen = _t(T, K, dtype=INT), _t(T, K, dtype=FP32)
+    teacher = _t(T, H, D), _t(E, D), _t(T, H, dtype=FP32)
+    kernels = compiled(index_loss.forward, *student, *teacher, indices, scale=SCALE)
+    inverse = InverseIndex(T, [_t(E + 1, dtype=INT)], [_t(T * K, dtype=INT)])
+    return kernels + compiled(
+        index_loss.backward, *student, indices, chosen, _t(T, dtype=FP32), inverse
+    )
+
+
 def _sampling(compiled, truncate):
     rules = _t(5, 64, dtype=torch.int64)
     return compiled(sampling.launch, _t(64, 129280, dtype=FP32), rules, truncate)
@@ -222,6 +234,7 @@ CASES = {
     "experts_few": _few_experts,
     "index_decode": lambda c: _decode_index(c, False),
     "index_decode_listed": lambda c: _decode_index(c, True),
+    "index_loss": _index_loss,
     "sampling": lambda c: _sampling(c, False),
     "sampling_truncated": lambda c: _sampling(c, True),
     "exact_few": lambda c: _exact(c, 64),
