@@ -178,9 +178,7 @@ def ask(
         return heads, weights.float()
 
 
-def choose(
-    attention: Attention, queries: tuple[Tensor, Tensor], keys: Keys, flat: Flat, grad: bool
-) -> Keys:
+def choose(attention: Attention, queries: tuple[Tensor, Tensor], keys: Keys, flat: Flat, grad: bool) -> Keys:
     """`keys` with what the tokens that `ask` select among them."""
     groups = keys.groups
     with torch.no_grad():

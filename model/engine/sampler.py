@@ -28,6 +28,7 @@ __all__ = [
     "uniforms",
 ]
 
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to sample one completion.

@@ -8,9 +8,7 @@ from torch import Tensor, nn
 from model.config import PolicyConfig
 from model.layers.engram_table import EngramTable, TableStorage
 from model.layers.linear import Linear
-from model.layers.norm import inverse_rms
-
-_SMALLEST_DOT = 1e-6
+from model.ops.engram_gate import engram_gate
 
 
 class Engram(nn.Module):
@@ -36,19 +34,4 @@ class Engram(nn.Module):
         `text` [T] bool is false on image tokens, which take nothing; None stands for text only.
         """
         projected = self.wkv(self.embed(rows).flatten(1))
-        keys, value = projected.split([self.streams * self.width, self.width], dim=-1)
-        gate = self._gate(streams, keys.unflatten(-1, (self.streams, self.width)))
-        if text is not None:
-            gate = gate * text.unsqueeze(-1)
-        return torch.addcmul(_wide(streams), gate.unsqueeze(-1), _wide(value).unsqueeze(-2)).to(streams.dtype)
-
-    def _gate(self, streams: Tensor, keys: Tensor) -> Tensor:
-        streams, keys = _wide(streams), _wide(keys)
-        weight = _wide(self.q_weight) * _wide(self.k_weight)
-        scale = inverse_rms(streams, self.eps) * inverse_rms(keys, self.eps)
-        dot = (streams * keys * weight).sum(-1) * (scale.squeeze(-1) * self.width**-0.5)
-        return torch.sigmoid(dot.abs().clamp_min(_SMALLEST_DOT).sqrt().copysign(dot))
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype is torch.bfloat16 else x
+        return engram_gate(streams, projected, self.q_weight, self.k_weight, text, eps=self.eps)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from model.ops.row_sums import row_sums
 from model.quant.blocks import WIDE_BLOCK
 from model.quant.weights import decode_fp8
 
@@ -209,11 +210,7 @@ class _RowLookup(torch.autograd.Function):
         """Sums over the lookups of each row, in float32."""
         (ids,) = ctx.saved_tensors
         shape, device, dtype = ctx.table
-        rows, place = ids.flatten().unique(return_inverse=True)
-        grad = grads[0].flatten(0, -2)
-        wide = torch.float64 if grad.dtype is torch.float64 else torch.float32
-        total = torch.zeros(rows.shape[0], shape[1], dtype=wide, device=grad.device)
-        total.index_add_(0, place, grad.to(wide))
+        rows, total = row_sums(grads[0].flatten(0, -2), ids.flatten())
         sparse = torch.sparse_coo_tensor(
             rows.unsqueeze(0).to(device),
             total.to(device, dtype),

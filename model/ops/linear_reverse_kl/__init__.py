@@ -19,7 +19,12 @@ def serves(*tensors: Tensor) -> bool:
 
 
 def linear_reverse_kl(
-    hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, *, temperature: float = 1.0
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    *,
+    temperature: float = 1.0,
 ) -> Tensor:
     """KL(p || q) = sum_v p (log p - log q), p and q the tempered softmax of student and teacher.
 

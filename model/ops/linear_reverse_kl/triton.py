@@ -38,9 +38,7 @@ def _partials(
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    own, row_tile, column_tile = logit_tile(
-        hidden, weight, count, tiles, 0, K, ROWS, COLUMNS, DEPTH, GROUP
-    )
+    own, row_tile, column_tile = logit_tile(hidden, weight, count, tiles, 0, K, ROWS, COLUMNS, DEPTH, GROUP)
     theirs, _, _ = logit_tile(other, head, count, tiles, 0, K_OTHER, ROWS, COLUMNS, DEPTH, GROUP)
     r = row_tile * ROWS + tl.arange(0, ROWS)
     c = column_tile * COLUMNS + tl.arange(0, COLUMNS)
@@ -120,9 +118,7 @@ def _logit_gradients(
     own, row_tile, column_tile = logit_tile(
         hidden, weight, count, tiles, first_column, K, ROWS, COLUMNS, DEPTH, GROUP
     )
-    theirs, _, _ = logit_tile(
-        other, head, count, tiles, first_column, K_OTHER, ROWS, COLUMNS, DEPTH, GROUP
-    )
+    theirs, _, _ = logit_tile(other, head, count, tiles, first_column, K_OTHER, ROWS, COLUMNS, DEPTH, GROUP)
     r = row_tile * ROWS + tl.arange(0, ROWS)
     local = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     inside = r < count
@@ -170,9 +166,7 @@ def forward(
         K_OTHER=other.shape[1],
         **_TILES,
     )
-    _reduce[(triton.cdiv(count, 64),)](
-        partial, out[0], out[1], out[2], count, tiles, BLOCK=64, num_warps=2
-    )
+    _reduce[(triton.cdiv(count, 64),)](partial, out[0], out[1], out[2], count, tiles, BLOCK=64, num_warps=2)
     return out[0], out[1], out[2]
 
 

@@ -190,7 +190,9 @@ def _search(scratch, count, top, target, WEIGHED: tl.constexpr, BLOCK: tl.conste
             one += tl.sum(tl.where(key >= threshold + step, mass, 0), 0)
             two += tl.sum(tl.where(key >= threshold + 2 * step, mass, 0), 0)
             three += tl.sum(tl.where(key >= threshold + 3 * step, mass, 0), 0)
-        steps = (one >= target).to(tl.uint32) + (two >= target).to(tl.uint32) + (three >= target).to(tl.uint32)
+        steps = (
+            (one >= target).to(tl.uint32) + (two >= target).to(tl.uint32) + (three >= target).to(tl.uint32)
+        )
         threshold = (threshold + steps * step).to(tl.uint32)
     above = target * 0
     at = target * 0
@@ -274,7 +276,9 @@ def _draw_any(logits, temperature, top, mass, total, draw, size, BLOCK: tl.const
 
 
 @triton.jit
-def _best(logits, temperature, top, tops, size, CHUNKS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr):
+def _best(
+    logits, temperature, top, tops, size, CHUNKS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr
+):
     c = tl.arange(0, PADDED)
     chunk = tl.min(tl.where(tl.load(tops + c, mask=c < CHUNKS, other=float("-inf")) == top, c, CHUNKS - 1), 0)
     ids = chunk * BLOCK + tl.arange(0, BLOCK)

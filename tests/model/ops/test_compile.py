@@ -15,6 +15,7 @@ triton = pytest.importorskip("triton", reason="the kernels need Triton, an optio
 
 from model.ops.decode_rows import triton as decode_rows  # noqa: E402
 from model.ops.exact_linear import triton as exact_linear  # noqa: E402
+from model.ops.engram_gate import triton as engram  # noqa: E402
 from model.ops.experts import triton as experts  # noqa: E402
 from model.ops.experts.plan import Plan  # noqa: E402
 from model.ops.hyper_boundary import gradients  # noqa: E402
@@ -26,6 +27,7 @@ from model.ops.linear_logprob import triton as logprob  # noqa: E402
 from model.ops.linear_reverse_kl import triton as reverse_kl  # noqa: E402
 from model.ops.pack_keys import triton as packing  # noqa: E402
 from model.ops.rotary import triton as rotary  # noqa: E402
+from model.ops.row_sums import triton as row_sums  # noqa: E402
 from model.ops.sampling import triton as sampling  # noqa: E402
 from model.ops.sparse_attention import backward, gluon  # noqa: E402
 from model.ops.sparse_attention import triton as attention  # noqa: E402
@@ -193,9 +195,16 @@ def _index_loss(compiled):
     teacher = _t(T, H, D), _t(E, D), _t(T, H, dtype=FP32)
     kernels = compiled(index_loss.forward, *student, *teacher, indices, scale=SCALE)
     inverse = InverseIndex(T, [_t(E + 1, dtype=INT)], [_t(T * K, dtype=INT)])
-    return kernels + compiled(
-        index_loss.backward, *student, indices, chosen, _t(T, dtype=FP32), inverse
-    )
+    return kernels + compiled(index_loss.backward, *student, indices, chosen, _t(T, dtype=FP32), inverse)
+
+
+def _engram(compiled):
+    streams, projected, weight, text = _t(T, 4, 5120), _t(T, 5 * 5120), _t(4, 5120), _t(T, dtype=torch.bool)
+    given = streams, projected, weight, weight
+    kernels = compiled(engram.forward, *given, None, eps=1e-6)
+    kernels += compiled(engram.backward, *given, text, streams, eps=1e-6)
+    lookups = _t(T * 16, 512), _t(T * 16, dtype=torch.int64), _t(9999, dtype=torch.int64)
+    return kernels + compiled(row_sums.launch, *lookups)
 
 
 def _sampling(compiled, truncate):
@@ -235,6 +244,7 @@ CASES = {
     "index_decode": lambda c: _decode_index(c, False),
     "index_decode_listed": lambda c: _decode_index(c, True),
     "index_loss": _index_loss,
+    "engram": _engram,
     "sampling": lambda c: _sampling(c, False),
     "sampling_truncated": lambda c: _sampling(c, True),
     "exact_few": lambda c: _exact(c, 64),

@@ -35,7 +35,9 @@ def test_equals_the_loss_of_the_pass_on_rows():
     blocked = ~torch.cat([seen, chosen], 1)[None]
     teacher = Teacher(query[None], torch.cat([window, entries])[None], blocked, sink)
     queries = IndexQueries(heads[None], weights[None])
-    total, count = indexer_loss(queries, keys[None], teacher, chosen[None], torch.ones(1, T, dtype=torch.bool))
+    total, count = indexer_loss(
+        queries, keys[None], teacher, chosen[None], torch.ones(1, T, dtype=torch.bool)
+    )
     torch.testing.assert_close(losses.sum(), total)
     assert int(count) == T - 1 and losses[0] == 0 and (losses[2:] > 0).all()
 
