@@ -12,19 +12,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor
 
 from benchmarks import kernel_data as data
 from benchmarks.kernel_data import HEADS, SCALE, TOPK, WIDTH, WINDOW, gathered_attention
 from benchmarks.kernel_timing import Row, error, replayed, table, timed
+from benchmarks.kernels_steps import (
+    COPY_BANDWIDTH,
+    index_training,
+    log_probability,
+    memory,
+    reverse_kl,
+    sampling_step,
+)
 from model.ops.hyper_boundary import hyper_boundary
 from model.ops.hyper_boundary import reference as boundary_definition
 from model.ops.indexer import index_topk
 from model.ops.indexer import reference as indexer_definition
 from model.ops.indexer.triton import index_scores
-from model.ops.linear_logprob import linear_logprob
-from model.ops.linear_logprob import reference as logprob_definition
 from model.ops.pack_keys import pack_keys
 from model.ops.pack_keys import reference as packing_definition
 from model.ops.records import unpack
@@ -36,7 +41,6 @@ from model.ops.topk import reference as topk_definition
 from model.ops.topk import topk
 from model.ops.unpack_keys import unpack_keys
 
-COPY_BANDWIDTH = 4.27e12  # bytes a second, read and write, measured on this kind of card
 ENTRIES = 32768
 
 
@@ -311,74 +315,6 @@ def _peer_indexer(query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
     return out
 
 
-def log_probability() -> list[Row]:
-    """Log-probability and entropy of 8192 tokens over 129,280 words, forward and backward."""
-    count, vocabulary, width = 8192, 129280, 5120
-    hidden, weight = data.normal(count, width), data.normal(vocabulary, width, scale=0.02)
-    labels = torch.randint(0, vocabulary, (count,), device="cuda")
-    grads = torch.randn(count, device="cuda"), torch.randn(count, device="cuda") * 0.1
-    some = torch.randint(0, count, (48,), device="cuda")
-    x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-
-    def both(run: Callable) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(run(x, w, labels), (x, w), grads)
-
-    def peak(run: Callable) -> float:
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        both(run)
-        return (torch.cuda.max_memory_allocated() - before) / 2**30
-
-    wide = hidden[some].double().requires_grad_()
-    expected = logprob_definition.linear_logprob(wide, weight.double(), labels[some], temperature=1.0)
-    (gradient,) = torch.autograd.grad(expected, wide, [g[some].double() for g in grads])
-    got = linear_logprob(hidden, weight, labels)
-    worst = max(error(a[some], b) for a, b in zip(got, expected, strict=True))
-    backward_error = error(both(linear_logprob)[0][some], gradient)
-    del expected, gradient
-    memory, peer_memory = peak(linear_logprob), peak(_peer_logprob)
-    forward = timed(lambda: linear_logprob(hidden, weight, labels), 150)
-    total = timed(lambda: both(linear_logprob), 400)
-    peer = timed(lambda: _peer_logprob(hidden, weight, labels), 150)
-    peer_total = timed(lambda: both(_peer_logprob), 400)
-    flops = 2 * count * vocabulary * width
-    return [
-        Row(
-            "linear log-probability and entropy, forward",
-            flops / forward / 1e6,
-            "TFLOP/s",
-            forward,
-            worst,
-            None,
-            "torch logits by chunks of 1024",
-            peer,
-        ),
-        Row(
-            "the same, forward and backward (4 products counted)",
-            4 * flops / total / 1e6,
-            "TFLOP/s",
-            total,
-            backward_error,
-            (600, 640, 670),
-            "torch logits by chunks, checkpointed",
-            peer_total,
-            f"workspace with the gradients {memory:.2f} GiB, peer {peer_memory:.2f} GiB",
-        ),
-    ]
-
-
-def _peer_logprob(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    def chunk(x: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
-        logp = torch.log_softmax((x @ weight.T).float(), -1)
-        return logp.gather(1, label[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
-
-    parts = [
-        torch.utils.checkpoint.checkpoint(chunk, x, label, use_reentrant=False)
-        for x, label in zip(hidden.split(1024), labels.split(1024), strict=True)
-    ]
-    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
-
-
 def packing() -> list[Row]:
     """Pool, norm, rotation, quantisation and packing of 32K entries; and unpacking them."""
     rows = []
@@ -455,6 +391,10 @@ SECTIONS: dict[str, Callable[[], list[Row]]] = {
     "topk": top_k,
     "indexer": indexer,
     "logprob": log_probability,
+    "reverse_kl": reverse_kl,
+    "sampling": sampling_step,
+    "index_loss": index_training,
+    "engram": memory,
     "packing": packing,
     "boundary": boundary,
 }

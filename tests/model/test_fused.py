@@ -91,6 +91,27 @@ def test_the_indexer_learns_what_it_learns_in_float32(policy, recompute):
         assert _error(policy(tokens, indexer_loss=True).aux.indexer_loss, losses[1]) < 1e-4
 
 
+@pytest.mark.gpu
+def test_a_card_teaches_the_indexer_what_float32_does(policy):
+    wide = Policy(replace(CONFIG, dtype="float32"))
+    wide.load_state_dict(policy.state_dict())
+    expected = wide(_documents((44, 30)), indexer_loss=True).aux.indexer_loss
+    expected.backward()
+    ours, tokens = Policy(CONFIG).cuda(), _documents((44, 30))
+    ours.load_state_dict(policy.state_dict())
+    tokens = replace(tokens, token_ids=tokens.token_ids.cuda())
+    loss = ours(tokens, indexer_loss=True).aux.indexer_loss
+    loss.backward()
+    taken = dispatch.paths()
+    assert taken["policy"] == "kernels" and taken["index_loss"] == taken["engram_gate"] == "triton"
+    assert _error(loss.cpu(), expected) < 0.01
+    grads = dict(ours.named_parameters())
+    learning = {n: p.grad for n, p in wide.named_parameters() if p.grad is not None and p.grad.any()}
+    assert learning and all("indexer" in name for name in learning)
+    for name, grad in learning.items():
+        assert _error(grads[name].grad.cpu(), grad) < 0.15, name
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("top_k", [8, 64])
 def test_prefill_pieces_and_decoding_repeat_a_training_pass_bit_for_bit(top_k):

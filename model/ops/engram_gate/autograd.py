@@ -33,8 +33,9 @@ class EngramGate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of streams, projections and both weights."""
-        *saved, text = ctx.saved_tensors
-        grad_streams, grad_projected, product = backward(*saved, text, grad.contiguous(), eps=ctx.eps)
-        q_weight, k_weight = saved[2:]
+        streams, projected, q_weight, k_weight, text = ctx.saved_tensors
+        grad_streams, grad_projected, product = backward(
+            streams, projected, q_weight, k_weight, text, grad.contiguous(), eps=ctx.eps
+        )
         grad_q, grad_k = product * k_weight.float(), product * q_weight.float()
         return grad_streams, grad_projected, grad_q.to(q_weight.dtype), grad_k.to(k_weight.dtype), None, None

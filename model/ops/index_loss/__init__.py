@@ -1,4 +1,4 @@
-"""Training loss of the indexer over what it selected: its scores should rank keys as the attention weighs them.
+"""Training loss of the indexer over what it selected: scores should rank keys as the attention weighs them.
 
 The teacher comes from the log-sum-exp that the attention left; neither its weights nor the scores of all keys
 are ever stored.
@@ -27,7 +27,8 @@ def index_loss(
 ) -> Tensor:
     """KL of the attention's weights to the softmax of the index scores, both over each token's selection.
 
-    m_j = sum_h exp(scale * q_h . k_j - lse_h), normalised over the selection; s_j = sum_h w_h relu(a_h . x_j);
+    m_j = sum_h exp(scale * q_h . k_j - lse_h), normalised over the selection;
+    s_j = sum_h w_h relu(a_h . x_j);
     loss = sum_j m_j (log m_j - log softmax_j(s)).
 
     Args:
@@ -48,9 +49,9 @@ def index_loss(
     same = {len(x) for x in (weights, query, lse, indices)} == {count} and len(entries) == len(index_keys)
     if not same or index_keys.shape[1] != width or entries.shape[1] != query.shape[2]:
         raise ValueError(
-            f"heads {tuple(heads.shape)}, weights {tuple(weights.shape)}, index keys {tuple(index_keys.shape)}, "
-            f"query {tuple(query.shape)}, entries {tuple(entries.shape)}, lse {tuple(lse.shape)} and indices "
-            f"{tuple(indices.shape)} must agree in tokens, entries and widths"
+            f"heads {tuple(heads.shape)}, weights {tuple(weights.shape)}, index keys "
+            f"{tuple(index_keys.shape)}, query {tuple(query.shape)}, entries {tuple(entries.shape)}, lse "
+            f"{tuple(lse.shape)} and indices {tuple(indices.shape)} must agree in tokens, entries and widths"
         )
     teacher = query.detach(), entries.detach(), lse.detach(), indices
     if use_kernel("index_loss", heads):

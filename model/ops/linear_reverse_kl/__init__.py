@@ -55,8 +55,8 @@ def linear_reverse_kl(
     if use_kernel("linear_reverse_kl", hidden):
         if not serves(hidden, weight, other, head):
             raise ValueError(
-                f"the kernel takes bf16 and widths in multiples of {_DEPTH}, got {hidden.dtype} {hidden.shape[1]} "
-                f"and {other.dtype} {other.shape[1]}"
+                f"the kernel takes bf16 and widths in multiples of {_DEPTH}, got "
+                f"{hidden.dtype} {hidden.shape[1]} and {other.dtype} {other.shape[1]}"
             )
         from model.ops.linear_reverse_kl.autograd import LinearReverseKL
 

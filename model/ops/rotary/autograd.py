@@ -74,4 +74,5 @@ class IndexHeads(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """The opposite rotation."""
         grad = grads[0].clone(memory_format=torch.contiguous_format)
-        return triton.rotary_(grad, *ctx.saved_tensors, -1.0), None, None, None
+        cosine, sine = ctx.saved_tensors
+        return triton.rotary_(grad, cosine, sine, -1.0), None, None, None

@@ -70,7 +70,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def weights(logits: Tensor) -> Tensor:
-    """Relative probabilities [..., V] of logits as integers, 2^44 for the largest; int64, whose sums are exact.
+    """Relative probabilities [..., V] of logits as int64, 2^44 for the largest: their sums are exact.
 
     An id below 2^-45 of the most likely one weighs nothing. Rows that are not finite weigh nothing.
     """

@@ -9,6 +9,7 @@ the same tokens whatever the order of the atomics, the batch, or the size of the
 # Kernels are written in Triton's language, which Python's types do not describe.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportAssignmentType=false
+# pyright: reportOperatorIssue=false
 
 import torch
 import triton
@@ -126,7 +127,7 @@ def _masses(
     z = _tempered(logits + row * stride, ids, ids < size, temperature)
     mass = _weights(z, top)
     tl.store(masses + row * CHUNKS + chunk, tl.sum(mass, 0))
-    if TRUNCATE:
+    if TRUNCATE:  # noqa: SIM102
         if ((top_k < size) | (top_p < 1.0)) & (top == top):
             at = row * _BUCKETS + _bucket(z, top)
             if top_k < size:
@@ -169,7 +170,7 @@ def _collect(logits, temperature, top, wanted, scratch, size, lowest, ties, BLOC
 def _mass(scratch, n, count, top, WEIGHED: tl.constexpr, BLOCK: tl.constexpr):
     e = n + tl.arange(0, BLOCK)
     z = tl.load(scratch + e, mask=e < count, other=0).to(tl.float32, bitcast=True)
-    if WEIGHED:
+    if WEIGHED:  # noqa: SIM108
         mass = _weights(z, top)
     else:
         mass = tl.full((BLOCK,), 1, tl.int64)

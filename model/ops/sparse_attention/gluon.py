@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.core import _aggregate as aggregate
 
 from model.ops.sparse_attention.triton import KeyRows
 
@@ -32,6 +33,25 @@ HEADS, WIDTH, TILE = 64, 512, 64
 # Later Triton has other names for these two.
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
+
+@aggregate
+class Shared:
+    """Shared memory of one program: query, two slots of keys, probabilities, row maxima, and barriers."""
+
+    q: gl.shared_memory_descriptor
+    kv: gl.shared_memory_descriptor
+    p: gl.shared_memory_descriptor
+    top: gl.shared_memory_descriptor
+    ready: gl.shared_memory_descriptor
+    free: gl.shared_memory_descriptor
+    top_done: gl.shared_memory_descriptor
+    p_done: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, q, kv, p, top, ready, free, top_done, p_done):
+        self.q, self.kv, self.p, self.top = q, kv, p, top
+        self.ready, self.free, self.top_done, self.p_done = ready, free, top_done, p_done
 
 
 @gluon.jit
@@ -43,14 +63,7 @@ def _signal(barrier):
 
 @gluon.jit
 def _compute(
-    q_shared,
-    kv_shared,
-    p_shared,
-    top_shared,
-    ready,
-    free,
-    top_done,
-    p_done,
+    shared,
     counts,
     sink,
     out,
@@ -84,51 +97,51 @@ def _compute(
         phase = n & 1
         start = (2 * n + who) * BLOCK
         column = start + gl.arange(0, BLOCK, gl.SliceLayout(0, SCORES))
-        mbarrier.wait(ready.index(who), phase)
+        mbarrier.wait(shared.ready.index(who), phase)
         fence_async_shared()
         zero = gl.zeros((H, BLOCK), gl.float32, SCORES)
-        keys = kv_shared.index(who).permute((1, 0))
-        s = warpgroup_mma(q_shared, keys, zero, use_acc=False, is_async=True)
+        keys = shared.kv.index(who).permute((1, 0))
+        s = warpgroup_mma(shared.q, keys, zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
         limit = gl.where(start < MAIN, chosen, recent)
         s = gl.where(gl.expand_dims(column < limit, 0), s, -1e30)
         own = gl.max(s, 1)
-        top_shared.index(who).store(own)
-        _signal(top_done.index(who))
-        mbarrier.wait(top_done.index(1 - who), phase)
-        raised = gl.maximum(top, gl.maximum(own, top_shared.index(1 - who).load(ROW)))
+        shared.top.index(who).store(own)
+        _signal(shared.top_done.index(who))
+        mbarrier.wait(shared.top_done.index(1 - who), phase)
+        raised = gl.maximum(top, gl.maximum(own, shared.top.index(1 - who).load(ROW)))
         decay = gl.exp2((top - raised) * scale)
         top = raised
         p = gl.exp2(s * scale - gl.expand_dims(top * scale, 1))
         total = total * decay + gl.sum(p, 1)
         weights = p.to(gl.bfloat16)
-        p_shared.index(who).store(weights)
+        shared.p.index(who).store(weights)
         fence_async_shared()
-        _signal(p_done.index(who))
+        _signal(shared.p_done.index(who))
         acc = acc * gl.expand_dims(gl.convert_layout(decay, VALUE_ROW), 1)
         # Both take tile 0 first, so that its slot is free early.
-        first = kv_shared.index(0).slice(who * HALF, HALF, 1)
+        first = shared.kv.index(0).slice(who * HALF, HALF, 1)
         if who == 0:
             acc = warpgroup_mma(gl.convert_layout(weights, OPERAND), first, acc, is_async=True)
-            mbarrier.wait(p_done.index(1), phase)
-            mbarrier.wait(ready.index(1), phase)
+            mbarrier.wait(shared.p_done.index(1), phase)
+            mbarrier.wait(shared.ready.index(1), phase)
             fence_async_shared()
         else:
-            mbarrier.wait(p_done.index(0), phase)
-            mbarrier.wait(ready.index(0), phase)
+            mbarrier.wait(shared.p_done.index(0), phase)
+            mbarrier.wait(shared.ready.index(0), phase)
             fence_async_shared()
-            acc = warpgroup_mma(p_shared.index(0), first, acc, is_async=True)
+            acc = warpgroup_mma(shared.p.index(0), first, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        _signal(free.index(0))
-        second = kv_shared.index(1).slice(who * HALF, HALF, 1)
-        acc = warpgroup_mma(p_shared.index(1), second, acc, is_async=True)
+        _signal(shared.free.index(0))
+        second = shared.kv.index(1).slice(who * HALF, HALF, 1)
+        acc = warpgroup_mma(shared.p.index(1), second, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        _signal(free.index(1))
+        _signal(shared.free.index(1))
     # The two parts of the denominator: addition commutes, so both warpgroups get the same bits.
-    top_shared.index(who).store(total)
-    _signal(top_done.index(who))
-    mbarrier.wait(top_done.index(1 - who), PAIRS & 1)
-    total = total + top_shared.index(1 - who).load(ROW)
+    shared.top.index(who).store(total)
+    _signal(shared.top_done.index(who))
+    mbarrier.wait(shared.top_done.index(1 - who), PAIRS & 1)
+    total = total + shared.top.index(1 - who).load(ROW)
     result = acc * gl.expand_dims(gl.convert_layout(1.0 / total, VALUE_ROW), 1)
     row = gl.arange(0, H, VALUE_ROW)
     d = who * HALF + gl.arange(0, HALF, gl.SliceLayout(0, VALUES))
@@ -139,122 +152,12 @@ def _compute(
 
 
 @gluon.jit
-def _compute0(
-    q_shared,
-    kv_shared,
-    p_shared,
-    top_shared,
-    ready,
-    free,
-    top_done,
-    p_done,
-    table,
-    rows,
-    counts,
-    sink,
-    out,
-    lse,
-    token,
-    softmax_scale,
-    MAIN: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    H: gl.constexpr,
-    D: gl.constexpr,
-    BLOCK: gl.constexpr,
-):
-    _compute(
-        q_shared,
-        kv_shared,
-        p_shared,
-        top_shared,
-        ready,
-        free,
-        top_done,
-        p_done,
-        counts,
-        sink,
-        out,
-        lse,
-        token,
-        softmax_scale,
-        0,
-        MAIN,
-        COLUMNS,
-        H,
-        D,
-        BLOCK,
-    )
-
-
-@gluon.jit
-def _compute1(
-    q_shared,
-    kv_shared,
-    p_shared,
-    top_shared,
-    ready,
-    free,
-    top_done,
-    p_done,
-    table,
-    rows,
-    counts,
-    sink,
-    out,
-    lse,
-    token,
-    softmax_scale,
-    MAIN: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    H: gl.constexpr,
-    D: gl.constexpr,
-    BLOCK: gl.constexpr,
-):
-    _compute(
-        q_shared,
-        kv_shared,
-        p_shared,
-        top_shared,
-        ready,
-        free,
-        top_done,
-        p_done,
-        counts,
-        sink,
-        out,
-        lse,
-        token,
-        softmax_scale,
-        1,
-        MAIN,
-        COLUMNS,
-        H,
-        D,
-        BLOCK,
-    )
-
-
-@gluon.jit
 def _gather(
-    q_shared,
-    kv_shared,
-    p_shared,
-    top_shared,
-    ready,
-    free,
-    top_done,
-    p_done,
+    shared,
     table,
     rows,
-    counts,
-    sink,
-    out,
-    lse,
     token,
-    softmax_scale,
-    MAIN: gl.constexpr,
     COLUMNS: gl.constexpr,
-    H: gl.constexpr,
     D: gl.constexpr,
     BLOCK: gl.constexpr,
 ):
@@ -269,11 +172,31 @@ def _gather(
         phase = (n // 2) & 1
         source = table + gl.expand_dims(gl.maximum(i, 0) * D, 1) + gl.expand_dims(d, 0)
         i = gl.load(rows + min((n + 1) * BLOCK, COLUMNS - BLOCK) + n_row)
-        mbarrier.wait(free.index(slot), phase ^ 1)
-        keys = kv_shared.index(slot)
+        mbarrier.wait(shared.free.index(slot), phase ^ 1)
+        keys = shared.kv.index(slot)
         for c in gl.static_range(D // 64):
             _copy(keys.slice(c * 64, 64, 1), source + c * 64)
-        async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
+        async_copy.mbarrier_arrive(shared.ready.index(slot), increment_count=False)
+
+
+@gluon.jit
+def _allocate(H: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr):
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    q_shared = gl.allocate_shared_memory(gl.bfloat16, [H, D], SHARED)
+    kv_shared = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, D], SHARED)
+    p_shared = gl.allocate_shared_memory(gl.bfloat16, [2, H, BLOCK], SHARED)
+    top_shared = gl.allocate_shared_memory(gl.float32, [2, H], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    top_done = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    p_done = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    for k in gl.static_range(2):
+        mbarrier.init(ready.index(k), 128)
+        mbarrier.init(free.index(k), 2)
+        mbarrier.init(top_done.index(k), 1)
+        mbarrier.init(p_done.index(k), 1)
+    return Shared(q_shared, kv_shared, p_shared, top_shared, ready, free, top_done, p_done)
 
 
 @gluon.jit
@@ -293,27 +216,13 @@ def _forward(
     BLOCK: gl.constexpr,
 ):
     token = gl.program_id(0).to(gl.int64)
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    q_shared = gl.allocate_shared_memory(gl.bfloat16, [H, D], SHARED)
-    kv_shared = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, D], SHARED)
-    p_shared = gl.allocate_shared_memory(gl.bfloat16, [2, H, BLOCK], SHARED)
-    top_shared = gl.allocate_shared_memory(gl.float32, [2, H], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    top_done = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    p_done = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    for k in gl.static_range(2):
-        mbarrier.init(ready.index(k), 128)
-        mbarrier.init(free.index(k), 2)
-        mbarrier.init(top_done.index(k), 1)
-        mbarrier.init(p_done.index(k), 1)
+    shared = _allocate(H, D, BLOCK)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     h = gl.expand_dims(gl.arange(0, H, gl.SliceLayout(1, LAYOUT)), 1)
     d = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, LAYOUT)), 0)
     for c in gl.static_range(D // 64):
         source = query + token * H * D + c * 64 + h * D + d
-        _copy(q_shared.slice(c * 64, 64, 1), source)
+        _copy(shared.q.slice(c * 64, 64, 1), source)
     async_copy.commit_group()
     async_copy.wait_group(0)
     fence_async_shared()
@@ -321,83 +230,14 @@ def _forward(
     gl.warp_specialize(
         [
             (
-                _compute0,
-                (
-                    q_shared,
-                    kv_shared,
-                    p_shared,
-                    top_shared,
-                    ready,
-                    free,
-                    top_done,
-                    p_done,
-                    table,
-                    rows,
-                    counts,
-                    sink,
-                    out,
-                    lse,
-                    token,
-                    softmax_scale,
-                    MAIN,
-                    COLUMNS,
-                    H,
-                    D,
-                    BLOCK,
-                ),
+                _compute,
+                (shared, counts, sink, out, lse, token, softmax_scale, 0, MAIN, COLUMNS, H, D, BLOCK),
             ),
             (
-                _compute1,
-                (
-                    q_shared,
-                    kv_shared,
-                    p_shared,
-                    top_shared,
-                    ready,
-                    free,
-                    top_done,
-                    p_done,
-                    table,
-                    rows,
-                    counts,
-                    sink,
-                    out,
-                    lse,
-                    token,
-                    softmax_scale,
-                    MAIN,
-                    COLUMNS,
-                    H,
-                    D,
-                    BLOCK,
-                ),
+                _compute,
+                (shared, counts, sink, out, lse, token, softmax_scale, 1, MAIN, COLUMNS, H, D, BLOCK),
             ),
-            (
-                _gather,
-                (
-                    q_shared,
-                    kv_shared,
-                    p_shared,
-                    top_shared,
-                    ready,
-                    free,
-                    top_done,
-                    p_done,
-                    table,
-                    rows,
-                    counts,
-                    sink,
-                    out,
-                    lse,
-                    token,
-                    softmax_scale,
-                    MAIN,
-                    COLUMNS,
-                    H,
-                    D,
-                    BLOCK,
-                ),
-            ),
+            (_gather, (shared, table, rows, token, COLUMNS, D, BLOCK)),
         ],
         [4, 4],
         [232, 40],

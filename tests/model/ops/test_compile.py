@@ -14,8 +14,8 @@ import torch
 triton = pytest.importorskip("triton", reason="the kernels need Triton, an optional dependency")
 
 from model.ops.decode_rows import triton as decode_rows  # noqa: E402
-from model.ops.exact_linear import triton as exact_linear  # noqa: E402
 from model.ops.engram_gate import triton as engram  # noqa: E402
+from model.ops.exact_linear import triton as exact_linear  # noqa: E402
 from model.ops.experts import triton as experts  # noqa: E402
 from model.ops.experts.plan import Plan  # noqa: E402
 from model.ops.hyper_boundary import gradients  # noqa: E402

@@ -5,7 +5,8 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need Triton, an optional dependency")
 
-from model.ops.sampling import Rules, reference
+from model.ops.dispatch import paths
+from model.ops.sampling import Rules, reference, sampling
 
 
 def rules_of(rows: list[tuple[float, float, int]], seed: int) -> Rules:
@@ -88,7 +89,21 @@ def test_weights_sum_exactly_whatever_their_order():
 
 
 def test_other_shapes_are_refused():
-    from model.ops.sampling import sampling
-
     with pytest.raises(ValueError, match="fp32 logits"):
         sampling(torch.zeros(3, 5, dtype=torch.float64), rules_of([(1.0, 1.0, 0)] * 3, 0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [50, 4097, 129280])
+def test_a_card_draws_what_the_host_draws(size):
+    logits = awkward(len(ROWS), size)
+    logits[0, 3] += 20
+    on_card = logits.cuda()
+    for seed in range(4):
+        rules = rules_of(ROWS, seed)
+        got = sampling(on_card, rules)
+        assert_equal(got, reference.sampling(logits, rules))
+        assert_equal(sampling(on_card, rules), got)
+        assert_equal(sampling(on_card, rules, exact=True), got)
+    sampling(on_card, rules)
+    assert paths()["sampling"] == "triton"
