@@ -8,6 +8,7 @@ its "must".
 import argparse
 import datetime
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from benchmarks.kernels_steps import (
     memory,
     reverse_kl,
     sampling_step,
+    speculation,
 )
 from model.ops.hyper_boundary import hyper_boundary
 from model.ops.hyper_boundary import reference as boundary_definition
@@ -393,6 +395,7 @@ SECTIONS: dict[str, Callable[[], list[Row]]] = {
     "logprob": log_probability,
     "reverse_kl": reverse_kl,
     "sampling": sampling_step,
+    "verification": speculation,
     "index_loss": index_training,
     "engram": memory,
     "packing": packing,
@@ -407,11 +410,16 @@ def main() -> int:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     rows: list[Row] = []
+    failed: list[str] = []
     for name in options.only:
         torch.manual_seed(int(datetime.datetime.now().timestamp()) % 100_000)
-        rows += SECTIONS[name]()
+        try:
+            rows += SECTIONS[name]()
+            print(f"{name} done", flush=True)
+        except Exception:
+            traceback.print_exc()
+            failed.append(name)
         torch.cuda.empty_cache()
-        print(f"{name} done", flush=True)
     import triton
 
     setting = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}"
@@ -421,13 +429,15 @@ def main() -> int:
         options.output.write_text(text)
     wrong = [r.what for r in rows if r.error > 5e-3]
     missed = [r.what for r in rows if r.level == "MISSED"]
+    if failed:
+        print("failed:", "; ".join(failed))
     if wrong:
         print("wrong:", "; ".join(wrong))
     if missed:
         print("below must:", "; ".join(missed))
     counted = [r for r in rows if r.targets]
     print(f"{sum(r.level != 'MISSED' for r in counted)} of {len(counted)} figures reach their must")
-    return 1 if wrong or missed else 0
+    return 1 if failed or wrong or missed else 0
 
 
 if __name__ == "__main__":

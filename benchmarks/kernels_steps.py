@@ -23,6 +23,8 @@ from model.ops.sampling import Rules, sampling
 from model.ops.sampling import reference as sampling_definition
 from model.ops.sampling.triton import launch, packed
 from model.ops.sparse_attention import invert, sparse_attention
+from model.ops.verification import reference as verification_definition
+from model.ops.verification import verification
 
 COPY_BANDWIDTH = 4.27e12  # bytes a second, read and write, measured on this kind of card
 VOCABULARY = 129280
@@ -202,6 +204,55 @@ def _peer_sampling(logits: Tensor, noise: Tensor, top_p: float, top_k: int) -> T
     p = torch.softmax(ordered, 1)
     p.masked_fill_(p.cumsum(1) - p > top_p, 0.0)
     return order.gather(1, (p / noise).argmax(1, keepdim=True))
+
+
+def speculation() -> list[Row]:
+    """Rejection sampling of 5 drafts for each of 64 requests, over 129,280 words."""
+    requests, slots = 64, 5
+    index = torch.arange(requests * (slots + 1), device="cuda").view(requests, slots + 1)
+    calls, peers, worst = [], [], 0.0
+    for _ in range(3):
+        target = torch.randn(index.numel(), VOCABULARY, device="cuda") * 3
+        proposed = [
+            target[index[:, k]] + torch.randn(requests, VOCABULARY, device="cuda") for k in range(slots)
+        ]
+        noise = torch.empty(requests, VOCABULARY, device="cuda").exponential_()
+        drafts = torch.stack([(q.softmax(1) / noise.roll(k, 1)).argmax(1) for k, q in enumerate(proposed)], 1)
+        lengths = torch.randint(0, slots + 1, (requests,), device="cuda")
+        draws = torch.rand(requests, slots, device="cuda", dtype=torch.float64)
+        rest = torch.rand(requests, device="cuda", dtype=torch.float64)
+        given = index, drafts, lengths, draws, rest
+        got = verification(target, proposed, *given)
+        expected = verification_definition.verification(target, proposed, *given)
+        same = all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        worst = worst if same else float("inf")
+        calls.append(lambda t=target, q=proposed, g=given: verification(t, q, *g))
+        peers.append(lambda t=target, q=proposed, g=given, n=noise: _peer_verification(t, q, *g[:4], n))
+    time = timed(calls[0])
+    size = (index.numel() + slots * requests) * VOCABULARY * 4 / 1e6
+    note = f"mean of {got[0].float().mean():.1f} drafts accepted; logits of {size:.0f} MB"
+    name = "verification, 64 requests, 5 drafts"
+    return [Row(name, time, "us", time, worst, (500, 300, 150), "torch softmax", timed(peers[0]), note)]
+
+
+def _peer_verification(
+    target: Tensor,
+    proposed: list[Tensor],
+    index: Tensor,
+    drafts: Tensor,
+    lengths: Tensor,
+    draws: Tensor,
+    noise: Tensor,
+) -> tuple[Tensor, Tensor]:
+    p, q = torch.softmax(target, 1), torch.stack([torch.softmax(x, 1) for x in proposed], 1)
+    rows, width = torch.arange(len(drafts), device="cuda"), drafts.shape[1]
+    passed = draws * q.gather(2, drafts[:, :, None])[:, :, 0] < p[index[:, :-1], drafts]
+    passed &= torch.arange(width, device="cuda") < lengths[:, None]
+    accepted = passed.long().cumprod(1).sum(1)
+    last = p[index[rows, accepted]]
+    rest = (last - q[rows, accepted.clamp_max(width - 1)]).clamp_min_(0)
+    last = torch.where(((accepted < lengths) & (rest.sum(1) > 0))[:, None], rest, last)
+    return accepted, (last / noise).argmax(1)
 
 
 def index_training() -> list[Row]:

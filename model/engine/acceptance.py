@@ -19,7 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.engine.sampler import Distribution, Sampled, SamplingColumns, distribution, invert, uniforms
+from model.engine.sampler import Distribution, Sampled, SamplingColumns, distribution
+from model.ops.sampling import draw, uniforms
+from model.ops.verification import verification
 
 Rule = Literal["rejection", "coupled"]
 
@@ -60,12 +62,10 @@ class Attempt:
     def choose(self, logits: Tensor, slot: int) -> Tensor:
         """Draws the drafts [R] of a slot from the drafter's logits [R, V]."""
         proposed = distribution(logits, self._columns)
-        self._proposed.append(proposed.sampled)
+        self._proposed.append(proposed.tempered)
         if self._rule == "coupled":
-            draws = _tensor(uniforms(self._columns.seed, self._starts + slot), logits)
-        else:
-            draws = self._draws(slot, logits)
-        return invert(proposed.tempered, draws)
+            return draw(proposed.tempered, self._columns.seed, self._starts + slot)
+        return draw(proposed.tempered, *self._named(slot))
 
     def verify(self, logits: Tensor, drafts: np.ndarray, lengths: np.ndarray) -> Verified:
         """Checks drafts.
@@ -80,49 +80,39 @@ class Attempt:
         target = distribution(logits, self._columns.take(row))
         index = first[:, None] + np.minimum(np.arange(drafts.shape[1] + 1), lengths[:, None])
         if self._rule == "coupled":
-            draws = uniforms(self._columns.seed[row], self._starts[row] + np.arange(len(row)) - first[row])
-            drawn = invert(target.tempered, _tensor(draws, logits)).cpu().numpy()
+            positions = self._starts[row] + np.arange(len(row)) - first[row]
+            drawn = draw(target.tempered, self._columns.seed[row], positions).cpu().numpy()
             accepted, tokens = _coupled(drawn[index], drafts, lengths)
         else:
-            accepted, tokens = self._reject(target.sampled, index, drafts, lengths)
+            draws = [uniforms(*self._named(self._slots + slot)) for slot in range(drafts.shape[1])]
+            decide = np.stack(draws, axis=1) if draws else np.zeros((len(lengths), 0))
+            accepted, tokens = self._reject(target.tempered, index, drafts, lengths, decide)
         finite = target.finite.cpu().numpy()
         return Verified(tokens, accepted, finite[index], bool(finite.all()), target, index)
 
     def _reject(
-        self, target: Tensor, index: np.ndarray, drafts: np.ndarray, lengths: np.ndarray
+        self, target: Tensor, index: np.ndarray, drafts: np.ndarray, lengths: np.ndarray, draws: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Accepted drafts [R] and tokens [R, K + 1], by rejection sampling.
 
         Args:
-            target: [T, V] log-probabilities p.
+            target: [T, V] tempered logits of p.
             index: [R, K + 1] row of `target` for each place.
             drafts: [R, K].
             lengths: [R].
+            draws: [R, K] that decide on the drafts.
         """
-        rows, width = np.arange(len(lengths)), drafts.shape[1]
-        accepted = np.zeros(len(lengths), np.int64)
-        if width:
-            log_q = torch.stack(self._proposed[:width], dim=1)
-            ids = _tensor(drafts, target)
-            p, q = target[_tensor(index[:, :-1], target), ids], log_q.gather(2, ids.unsqueeze(2)).squeeze(2)
-            draws = torch.stack([self._draws(self._slots + slot, target) for slot in range(width)], dim=1)
-            passed = (draws < (p.double() - q.double()).exp()).cpu().numpy()
-            accepted = (passed & (np.arange(width) < lengths[:, None])).cumprod(axis=1).sum(axis=1)
-        last = target[_tensor(index[rows, accepted], target)].double().exp()
-        if width:
-            refused = log_q[_tensor(rows, target), _tensor(np.minimum(accepted, width - 1), target)]
-            rest = (last - refused.double().exp()).clamp_min(0.0)
-            # Where rounding alone refused, nothing is left: p equals q, and p is drawn from.
-            short = _tensor(accepted < lengths, target) & (rest.sum(dim=1) > 0)
-            last = torch.where(short[:, None], rest, last)
+        rest = uniforms(*self._named(2 * self._slots))
+        given = (_tensor(array, target) for array in (index, drafts, lengths, draws, rest))
+        outcome = verification(target, self._proposed, *given)
+        accepted, following = torch.stack(outcome).cpu().numpy()
         tokens = np.concatenate([drafts, np.zeros_like(drafts, shape=(len(lengths), 1))], axis=1)
-        tokens[rows, accepted] = invert(last.log(), self._draws(2 * self._slots, target)).cpu().numpy()
+        tokens[np.arange(len(lengths)), accepted] = following
         return accepted, tokens
 
-    def _draws(self, number: int, like: Tensor) -> Tensor:
-        """[R] draws of this attempt, named by its start: no two of a request start at one position."""
-        counters = self._starts * (2 * self._slots + 1) + number
-        return _tensor(uniforms(self._columns.seed ^ _ATTEMPT_SALT, counters), like)
+    def _named(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Seeds and counters [R] of a draw of this attempt: no two of a request start at one position."""
+        return self._columns.seed ^ _ATTEMPT_SALT, self._starts * (2 * self._slots + 1) + number
 
 
 def _coupled(drawn: np.ndarray, drafts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

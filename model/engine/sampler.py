@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from model.choices import SamplingMask, truncated_logprobs
-from model.ops.sampling import Rules, invert, sampling, truncate, uniforms
+from model.ops.sampling import Rules, sampling, truncate, uniforms
 
 __all__ = [
     "Distribution",
@@ -23,7 +23,6 @@ __all__ = [
     "SamplingColumns",
     "SamplingParams",
     "distribution",
-    "invert",
     "sample",
     "uniforms",
 ]
@@ -149,7 +148,7 @@ class Distribution:
         full: float32 [B, V], tempered without truncation.
         finite: bool [B].
         allowed: bool [B, V], what top-k and top-p left; None when no row is truncated.
-        tempered: float32 [B, V], logits of `sampled` for `invert`, which then draws what `sample` draws.
+        tempered: float32 [B, V], logits of `sampled`, from which `draw` draws what `sample` does.
     """
 
     sampled: Tensor

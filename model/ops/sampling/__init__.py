@@ -4,13 +4,25 @@ Probabilities become integers before they are summed, so that no sum depends on 
 definition draw the same token from the same logits, whatever is batched with them.
 """
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from model.ops.dispatch import use_kernel
 from model.ops.sampling import reference
 from model.ops.sampling.reference import Drawn, Rules, invert, truncate, uniforms
 
-__all__ = ["Drawn", "Rules", "invert", "sampling", "truncate", "uniforms"]
+__all__ = ["Drawn", "Rules", "draw", "invert", "sampling", "truncate", "uniforms"]
+
+
+def draw(logits: Tensor, seeds: np.ndarray, positions: np.ndarray) -> Tensor:
+    """Ids [B] int64 drawn from softmax of logits [B, V] fp32, by seeds uint64 [B] at positions [B]."""
+    if len(logits) and use_kernel("sampling", logits):
+        from model.ops.sampling import triton
+
+        places = torch.from_numpy(positions.astype(np.int64))
+        return triton.draw(logits, torch.from_numpy(seeds.view(np.int64)), places)
+    return invert(logits, torch.from_numpy(uniforms(seeds, positions)).to(logits.device))
 
 
 def sampling(logits: Tensor, rules: Rules, *, exact: bool = False) -> Drawn:

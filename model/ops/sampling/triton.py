@@ -63,7 +63,8 @@ def _tempered(logits, ids, inside, temperature):
 
 
 @triton.jit
-def _weights(z, top):
+def weigh(z, top):
+    """Integer weights of logits, given the largest of their row: see `reference.weights`."""
     relative = tl.exp(z.to(tl.float64) - top.to(tl.float64))
     return tl.where(relative == relative, relative * _ONE + 0.5, 0.0).to(tl.int64)
 
@@ -82,13 +83,13 @@ def _ordered(z):
 
 
 @triton.jit
-def _largest(tops, row, CHUNKS: tl.constexpr, PADDED: tl.constexpr):
+def largest(tops, row, CHUNKS: tl.constexpr, PADDED: tl.constexpr):
     """The largest logit of a row, NaN where the row is not finite."""
     c = tl.arange(0, PADDED)
     top = tl.load(tops + row * CHUNKS + c, mask=c < CHUNKS, other=float("-inf"))
     broken = tl.max((top != top).to(tl.int32), 0) > 0
-    largest = tl.max(tl.where(top == top, top, float("-inf")), 0)
-    return tl.where(broken | (largest - largest != 0.0), float("nan"), largest)
+    highest = tl.max(tl.where(top == top, top, float("-inf")), 0)
+    return tl.where(broken | (highest - highest != 0.0), float("nan"), highest)
 
 
 @triton.jit
@@ -123,9 +124,9 @@ def _masses(
     chunk = tl.program_id(0)
     ids = chunk * BLOCK + tl.arange(0, BLOCK)
     temperature, _, top_k, top_p = _rule(rules, rows, row, size)
-    top = _largest(tops, row, CHUNKS, PADDED)
+    top = largest(tops, row, CHUNKS, PADDED)
     z = _tempered(logits + row * stride, ids, ids < size, temperature)
-    mass = _weights(z, top)
+    mass = weigh(z, top)
     tl.store(masses + row * CHUNKS + chunk, tl.sum(mass, 0))
     if TRUNCATE:  # noqa: SIM102
         if ((top_k < size) | (top_p < 1.0)) & (top == top):
@@ -171,7 +172,7 @@ def _mass(scratch, n, count, top, WEIGHED: tl.constexpr, BLOCK: tl.constexpr):
     e = n + tl.arange(0, BLOCK)
     z = tl.load(scratch + e, mask=e < count, other=0).to(tl.float32, bitcast=True)
     if WEIGHED:  # noqa: SIM108
-        mass = _weights(z, top)
+        mass = weigh(z, top)
     else:
         mass = tl.full((BLOCK,), 1, tl.int64)
     return _ordered(z), tl.where(e < count, mass, 0)
@@ -238,11 +239,12 @@ def _list(logits, temperature, lowest, ties, out, size, BLOCK: tl.constexpr):
 def _listed(logits, temperature, top, ids, n, count, BLOCK: tl.constexpr):
     e = n + tl.arange(0, BLOCK)
     token = tl.load(ids + e, mask=e < count, other=0)
-    return tl.where(e < count, _weights(_tempered(logits, token, e < count, temperature), top), 0)
+    return tl.where(e < count, weigh(_tempered(logits, token, e < count, temperature), top), 0)
 
 
 @triton.jit
-def _threshold(draw, total):
+def threshold(draw, total):
+    """The weight that the cumulative sum has to pass."""
     return tl.minimum((draw * total.to(tl.float64)).to(tl.int64), total - 1)
 
 
@@ -252,12 +254,12 @@ def _draw_listed(logits, temperature, top, ids, count, draw, BLOCK: tl.constexpr
     total = (count * 0).to(tl.int64)
     for n in tl.range(0, count, BLOCK):
         total += tl.sum(_listed(logits, temperature, top, ids, n, count, BLOCK), 0)
-    threshold = _threshold(draw, total)
+    limit = threshold(draw, total)
     before = total * 0
     place = count * 0
     for n in tl.range(0, count, BLOCK):
         mass = _listed(logits, temperature, top, ids, n, count, BLOCK)
-        passed = (before + tl.cumsum(mass, 0) <= threshold) & (n + tl.arange(0, BLOCK) < count)
+        passed = (before + tl.cumsum(mass, 0) <= limit) & (n + tl.arange(0, BLOCK) < count)
         place += tl.sum(passed.to(tl.int32), 0)
         before += tl.sum(mass, 0)
     return tl.load(ids + tl.maximum(tl.minimum(place, count - 1), 0)), total
@@ -266,13 +268,13 @@ def _draw_listed(logits, temperature, top, ids, count, draw, BLOCK: tl.constexpr
 @triton.jit
 def _draw_any(logits, temperature, top, mass, total, draw, size, BLOCK: tl.constexpr):
     """The token drawn from the whole row, whose chunks weigh `mass`."""
-    threshold = _threshold(draw, total)
+    limit = threshold(draw, total)
     cumulative = tl.cumsum(mass, 0)
-    chunk = tl.sum((cumulative <= threshold).to(tl.int32), 0)
-    before = tl.sum(tl.where(cumulative <= threshold, mass, 0), 0)
+    chunk = tl.sum((cumulative <= limit).to(tl.int32), 0)
+    before = tl.sum(tl.where(cumulative <= limit, mass, 0), 0)
     ids = chunk * BLOCK + tl.arange(0, BLOCK)
-    within = _weights(_tempered(logits, ids, ids < size, temperature), top)
-    passed = (before + tl.cumsum(within, 0) <= threshold).to(tl.int32)
+    within = weigh(_tempered(logits, ids, ids < size, temperature), top)
+    passed = (before + tl.cumsum(within, 0) <= limit).to(tl.int32)
     return tl.minimum(chunk * BLOCK + tl.sum(passed, 0), size - 1)
 
 
@@ -348,7 +350,7 @@ def _choose(
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     temperature, greedy, top_k, top_p = _rule(rules, rows, row, size)
-    top = _largest(tops, row, CHUNKS, PADDED)
+    top = largest(tops, row, CHUNKS, PADDED)
     draw = uniform(tl.load(rules + 3 * rows + row), tl.load(rules + 4 * rows + row))
     c = tl.arange(0, PADDED)
     mass = tl.load(masses + row * CHUNKS + c, mask=c < CHUNKS, other=0)
@@ -387,6 +389,34 @@ def packed(rules: Rules, device: torch.device) -> Tensor:
     floats = (rules.temperature.view(torch.int64), rules.top_p.view(torch.int64))
     joint = torch.stack((*floats, rules.top_k, rules.seed, rules.position))
     return (joint.pin_memory() if device.type == "cuda" else joint).to(device, non_blocking=True)
+
+
+def plain_rules(rows: int, device: torch.device) -> Tensor:
+    """Rules of rows that are neither tempered nor truncated, as `packed` gives them."""
+    rules = torch.zeros((5, rows), dtype=torch.int64, device=device)
+    rules[:2] = 0x3FF0000000000000  # 1.0
+    return rules
+
+
+def tops_and_masses(logits: Tensor, rules: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each chunk [B, chunks] of rows that nothing truncates: the largest logit, and the sum of weights."""
+    rows, size = logits.shape
+    chunks = triton.cdiv(size, CHUNK)
+    tops = logits.new_empty((rows, chunks))
+    masses = logits.new_empty((rows, chunks), dtype=torch.int64)
+    at = (rows, size, logits.stride(0))
+    shape = {"CHUNKS": chunks, "BLOCK": CHUNK, "num_warps": 8}
+    _tops[(chunks, rows)](logits, rules, tops, *at, **shape)
+    shape |= {"PADDED": triton.next_power_of_2(chunks), "TRUNCATE": False}
+    _masses[(chunks, rows)](logits, rules, tops, masses, masses, masses, *at, **shape)
+    return tops, masses
+
+
+def draw(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """See `model.ops.sampling.draw`."""
+    rules = plain_rules(len(logits), logits.device)
+    rules[3:] = torch.stack([seeds, positions]).to(logits.device, non_blocking=True)
+    return launch(logits.contiguous(), rules, False)[0][0].long()
 
 
 def launch(logits: Tensor, rules: Tensor, truncate: bool) -> tuple[Tensor, Tensor | None]:

@@ -117,15 +117,15 @@ def test_temperature_and_truncation_are_those_of_the_sampler(shape):
 class AcceptsTooMuch(Attempt):
     """Acceptance min(1, 1.25 p / q)."""
 
-    def _reject(self, target, index, drafts, lengths):
-        return super()._reject(target + np.log(1.25), index, drafts, lengths)
+    def _reject(self, target, index, drafts, lengths, draws):
+        return super()._reject(target, index, drafts, lengths, draws / 1.25)
 
 
 class DrawsRestFromTarget(Attempt):
     """After a refusal, a draw from p in place of what is left of it."""
 
-    def _reject(self, target, index, drafts, lengths):
-        accepted, tokens = super()._reject(target, index, drafts, lengths)
+    def _reject(self, target, index, drafts, lengths, draws):
+        accepted, tokens = super()._reject(target, index, drafts, lengths, draws)
         rows = np.arange(len(lengths))
         again = sample(target[torch.from_numpy(index[rows, accepted])], self._columns, self._starts)
         tokens[rows, accepted] = again.token_ids

@@ -319,8 +319,8 @@ def test_sequences_have_the_distribution_of_the_policy(small, speculate):
 @pytest.mark.slow
 def test_a_broken_acceptance_is_noticed(small, monkeypatch):
     class Generous(Attempt):
-        def _reject(self, target, index, drafts, lengths):
-            return super()._reject(target + 0.7, index, drafts, lengths)
+        def _reject(self, target, index, drafts, lengths, draws):
+            return super()._reject(target, index, drafts, lengths, draws / np.exp(0.7))
 
     monkeypatch.setattr(speculative, "Attempt", Generous)
     statistic, _ = chi_square(small, Speculation(length=3))

@@ -35,6 +35,7 @@ from model.ops.sparse_attention.inverse import InverseIndex  # noqa: E402
 from model.ops.sparse_decode import triton as decode  # noqa: E402
 from model.ops.topk import triton as topk  # noqa: E402
 from model.ops.unpack_keys import triton as unpacking  # noqa: E402
+from model.ops.verification import triton as verification  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -212,6 +213,19 @@ def _sampling(compiled, truncate):
     return compiled(sampling.launch, _t(64, 129280, dtype=FP32), rules, truncate)
 
 
+def _verification(compiled):
+    long, double, requests, slots = torch.int64, torch.float64, 64, 5
+    rows = (
+        _t(requests, slots + 1, dtype=long),
+        _t(requests, slots, dtype=long),
+        _t(requests, dtype=long),
+        _t(requests, slots, dtype=double),
+        _t(requests, dtype=double),
+    )
+    proposed = [_t(requests, 129280, dtype=FP32) for _ in range(slots)]
+    return compiled(verification.verification, _t(384, 129280, dtype=FP32), proposed, *rows)[2 * slots :]
+
+
 def _exact(compiled, rows):
     out = _t(1, rows, 5120)
     return compiled(exact_linear.product, _t(1, rows, 8192), _t(1, 5120, 8192), out)
@@ -247,6 +261,7 @@ CASES = {
     "engram": _engram,
     "sampling": lambda c: _sampling(c, False),
     "sampling_truncated": lambda c: _sampling(c, True),
+    "verification": _verification,
     "exact_few": lambda c: _exact(c, 64),
     "exact_many": lambda c: _exact(c, T),
 }
