@@ -184,7 +184,7 @@ def sampling_step() -> list[Row]:
             wide = (logits.double() / 0.8).log_softmax(1).cpu().gather(1, got.tokens[:, None])[:, 0]
             worst = max(worst, error(got.full, wide) if same else float("inf"))
             table = packed(rules, logits.device)
-            calls.append(lambda x=logits, r=table, t=top_p < 1: launch(x, r, t))
+            calls.append(lambda x=logits, r=table, t=(top_p < 1) + (top_k > 0): launch(x, r, t))
             noise = torch.empty_like(logits).exponential_()
             peers.append(lambda x=logits, n=noise, p=top_p, k=top_k: _peer_sampling(x, n, p, k))
         time, kind = replayed(calls), f"top-p {top_p:g}" + (f", top-k {top_k}" if top_k else "")
@@ -217,6 +217,7 @@ def speculation() -> list[Row]:
             target[index[:, k]] + torch.randn(requests, VOCABULARY, device="cuda") for k in range(slots)
         ]
         noise = torch.empty(requests, VOCABULARY, device="cuda").exponential_()
+        proposed = torch.stack(proposed)
         drafts = torch.stack([(q.softmax(1) / noise.roll(k, 1)).argmax(1) for k, q in enumerate(proposed)], 1)
         lengths = torch.randint(0, slots + 1, (requests,), device="cuda")
         draws = torch.rand(requests, slots, device="cuda", dtype=torch.float64)
@@ -237,14 +238,14 @@ def speculation() -> list[Row]:
 
 def _peer_verification(
     target: Tensor,
-    proposed: list[Tensor],
+    proposed: Tensor,
     index: Tensor,
     drafts: Tensor,
     lengths: Tensor,
     draws: Tensor,
     noise: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    p, q = torch.softmax(target, 1), torch.stack([torch.softmax(x, 1) for x in proposed], 1)
+    p, q = torch.softmax(target, 1), torch.softmax(proposed, 2).transpose(0, 1)
     rows, width = torch.arange(len(drafts), device="cuda"), drafts.shape[1]
     passed = draws * q.gather(2, drafts[:, :, None])[:, :, 0] < p[index[:, :-1], drafts]
     passed &= torch.arange(width, device="cuda") < lengths[:, None]
@@ -339,9 +340,9 @@ def memory() -> list[Row]:
     found = torch.autograd.grad(out, small, grad[:256])
     worst = max(error(out, expected), *(error(a, b) for a, b in zip(found, wanted, strict=True)))
     del expected, wanted, found, wide
+    part = [t[:2048] for t in leaves[:2]] + leaves[2:]
     with torch.no_grad():
         forward = timed(lambda: engram_gate(*leaves, None, eps=1e-6))
-        part = [t[:2048] for t in leaves[:2]] + leaves[2:]
         peer = timed(lambda: gate_definition.engram_gate(*part, None, eps=1e-6)) * 8
     out = engram_gate(*leaves, None, eps=1e-6)
     backward = timed(lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True))

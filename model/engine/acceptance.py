@@ -57,15 +57,17 @@ class Attempt:
     def __init__(self, slots: int, starts: np.ndarray, columns: SamplingColumns, rule: Rule) -> None:
         """Begin; `starts` int64 [R] is the position of the first token to draw, `slots` the drafter's."""
         self._slots, self._starts, self._columns, self._rule = slots, starts, columns, rule
-        self._proposed: list[Tensor] = []
+        self._proposed: Tensor | None = None
 
     def choose(self, logits: Tensor, slot: int) -> Tensor:
         """Draws the drafts [R] of a slot from the drafter's logits [R, V]."""
-        proposed = distribution(logits, self._columns)
-        self._proposed.append(proposed.tempered)
+        tempered = distribution(logits, self._columns).tempered
+        if self._proposed is None:
+            self._proposed = tempered.new_empty(self._slots, *tempered.shape)
+        self._proposed[slot] = tempered
         if self._rule == "coupled":
-            return draw(proposed.tempered, self._columns.seed, self._starts + slot)
-        return draw(proposed.tempered, *self._named(slot))
+            return draw(tempered, self._columns.seed, self._starts + slot)
+        return draw(tempered, *self._named(slot))
 
     def verify(self, logits: Tensor, drafts: np.ndarray, lengths: np.ndarray) -> Verified:
         """Checks drafts.
@@ -104,7 +106,8 @@ class Attempt:
         """
         rest = uniforms(*self._named(2 * self._slots))
         given = (_tensor(array, target) for array in (index, drafts, lengths, draws, rest))
-        outcome = verification(target, self._proposed, *given)
+        proposed = target.new_empty(0, *target.shape) if self._proposed is None else self._proposed
+        outcome = verification(target, proposed, *given)
         accepted, following = torch.stack(outcome).cpu().numpy()
         tokens = np.concatenate([drafts, np.zeros_like(drafts, shape=(len(lengths), 1))], axis=1)
         tokens[np.arange(len(lengths)), accepted] = following

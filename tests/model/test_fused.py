@@ -99,7 +99,7 @@ def test_a_card_teaches_the_indexer_what_float32_does(policy):
     expected.backward()
     ours, tokens = Policy(CONFIG).cuda(), _documents((44, 30))
     ours.load_state_dict(policy.state_dict())
-    tokens = replace(tokens, token_ids=tokens.token_ids.cuda())
+    tokens = PackedTokens(tokens.token_ids.cuda(), tokens.cu_seqlens.cuda())
     loss = ours(tokens, indexer_loss=True).aux.indexer_loss
     loss.backward()
     taken = dispatch.paths()

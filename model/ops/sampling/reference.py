@@ -104,9 +104,10 @@ def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor | None:
     """
     size = logits.shape[1]
     top_k = torch.where(top_k <= 0, size, top_k)
-    if not bool(((top_k < size) | (top_p < 1.0)).any()):
+    limited = (top_k < size) | (top_p < 1.0)
+    if not bool(limited.any()):
         return None
-    top_k, top_p = (x.to(logits.device)[:, None] for x in (top_k, top_p))
+    top_k, top_p, limited = (x.to(logits.device)[:, None] for x in (top_k, top_p, limited))
     ordered, order = logits.sort(dim=1, descending=True, stable=True)
     rank = torch.arange(size, device=logits.device)
     mass = weights(logits).gather(1, order).masked_fill_(rank >= top_k, 0)
@@ -114,7 +115,7 @@ def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor | None:
     # The most likely id always stays; a top_p of 1 drops nothing.
     limit = (top_p * mass.sum(1, keepdim=True).double()).ceil().long().clamp_(min=1)
     dropped = (before >= limit) & (top_p < 1.0)
-    stays = ~dropped & (rank < top_k) & (ordered > -torch.inf)
+    stays = ~dropped & (rank < top_k) & (ordered > -torch.inf) | ~limited
     return torch.empty_like(stays).scatter_(1, order, stays)
 
 

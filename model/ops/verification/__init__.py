@@ -1,7 +1,5 @@
 """Which drafts become tokens, by rejection sampling, and the token that follows the last accepted one."""
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from model.ops.dispatch import use_kernel
@@ -12,7 +10,7 @@ __all__ = ["verification"]
 
 def verification(
     target: Tensor,
-    proposed: Sequence[Tensor],
+    proposed: Tensor,
     index: Tensor,
     drafts: Tensor,
     lengths: Tensor,
@@ -25,7 +23,7 @@ def verification(
 
     Args:
         target: [T, V] fp32 logits of p, tempered and truncated (-inf).
-        proposed: logits of q, as many [R, V] as there are slots that may be checked.
+        proposed: [S, R, V] logits of q, of S >= K slots.
         index: [R, K + 1] row of `target` for each number of drafts before.
         drafts: [R, K] int64.
         lengths: [R] int64, how many of the K are checked.

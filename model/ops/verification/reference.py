@@ -1,7 +1,5 @@
 """Definition of rejection sampling over integer weights."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -13,7 +11,7 @@ REST_BITS = 52
 
 def verification(
     target: Tensor,
-    proposed: Sequence[Tensor],
+    proposed: Tensor,
     index: Tensor,
     drafts: Tensor,
     lengths: Tensor,
@@ -26,7 +24,7 @@ def verification(
     rows = torch.arange(len(drafts), device=target.device)
     accepted = torch.zeros_like(lengths)
     if width:
-        q = torch.stack([_probabilities(logits) for logits in proposed[:width]], 1)
+        q = _probabilities(proposed[:width]).transpose(0, 1)
         chance = q.gather(2, drafts.unsqueeze(2)).squeeze(2)
         passed = draws * chance < p[index[:, :-1], drafts]
         checked = torch.arange(width, device=target.device) < lengths[:, None]
@@ -43,7 +41,7 @@ def verification(
 
 def _probabilities(logits: Tensor) -> Tensor:
     mass = weights(logits)
-    return mass.double() / mass.sum(1, keepdim=True).double()
+    return mass.double() / mass.sum(-1, keepdim=True).double()
 
 
 def _units(p: Tensor) -> Tensor:

@@ -10,14 +10,13 @@ program a request draws from them.
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportAssignmentType=false
 # pyright: reportOperatorIssue=false
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.ops.sampling.triton import CHUNK, largest, plain_rules, threshold, tops_and_masses, weigh
+from model.ops.sampling.tile import CHUNK, largest, threshold, weigh
+from model.ops.sampling.triton import tops_and_masses
 from model.ops.verification.reference import REST_BITS
 
 _UNITS = tl.constexpr(float(2**REST_BITS))
@@ -39,7 +38,7 @@ def _accept(
     target,
     tops,
     masses,
-    proposals,
+    proposed,
     q_tops,
     q_masses,
     index,
@@ -65,7 +64,7 @@ def _accept(
         slot = k * requests + r
         z = tl.load(target + row * size + token)
         p = _probability(z, largest(tops, row, CHUNKS, PADDED), _total(masses, row, CHUNKS, PADDED))
-        z = tl.load(tl.load(proposals + k).to(tl.pointer_type(tl.float32)) + r * size + token)
+        z = tl.load(proposed + slot * size + token)
         q = _probability(z, largest(q_tops, slot, CHUNKS, PADDED), _total(q_masses, slot, CHUNKS, PADDED))
         going = going & (tl.load(draws + r * WIDTH + k) * q < p) & (k < length)
         count += going.to(tl.int64)
@@ -77,7 +76,7 @@ def _left(
     target,
     tops,
     masses,
-    proposals,
+    proposed,
     q_tops,
     q_masses,
     index,
@@ -101,8 +100,7 @@ def _left(
     refused = place < tl.load(lengths + r)
     slot = tl.minimum(place, WIDTH - 1)
     at = slot * requests + r
-    logits = tl.load(proposals + slot).to(tl.pointer_type(tl.float32))
-    z = tl.load(logits + r * size + ids, mask=ids < tl.where(refused, size, 0), other=float("-inf"))
+    z = tl.load(proposed + at * size + ids, mask=ids < tl.where(refused, size, 0), other=float("-inf"))
     q = _probability(z, largest(q_tops, at, CHUNKS, PADDED), _total(q_masses, at, CHUNKS, PADDED))
     rest = tl.where(refused & (p > q), p - q, 0.0)
     whole = tl.where(p == p, p, 0.0)
@@ -114,7 +112,7 @@ def _weigh_rest(
     target,
     tops,
     masses,
-    proposals,
+    proposed,
     q_tops,
     q_masses,
     index,
@@ -132,7 +130,7 @@ def _weigh_rest(
     r = tl.program_id(1).to(tl.int64)
     ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     whole, rest = _left(
-        target, tops, masses, proposals, q_tops, q_masses, index, lengths, accepted, r, ids, requests, size,
+        target, tops, masses, proposed, q_tops, q_masses, index, lengths, accepted, r, ids, requests, size,
         WIDTH, PLACES, CHUNKS, PADDED,
     )  # fmt: skip
     at = left + r * CHUNKS + tl.program_id(0)
@@ -145,7 +143,7 @@ def _draw_rest(
     target,
     tops,
     masses,
-    proposals,
+    proposed,
     q_tops,
     q_masses,
     index,
@@ -175,7 +173,7 @@ def _draw_rest(
     before = tl.sum(tl.where(cumulative <= limit, mass, 0), 0)
     ids = chunk * BLOCK + tl.arange(0, BLOCK)
     whole, rest = _left(
-        target, tops, masses, proposals, q_tops, q_masses, index, lengths, accepted, r, ids, requests, size,
+        target, tops, masses, proposed, q_tops, q_masses, index, lengths, accepted, r, ids, requests, size,
         WIDTH, PLACES, CHUNKS, PADDED,
     )  # fmt: skip
     within = tl.where(short, rest, whole)
@@ -185,7 +183,7 @@ def _draw_rest(
 
 def verification(
     target: Tensor,
-    proposed: Sequence[Tensor],
+    proposed: Tensor,
     index: Tensor,
     drafts: Tensor,
     lengths: Tensor,
@@ -194,19 +192,14 @@ def verification(
 ) -> tuple[Tensor, Tensor]:
     """See `model.ops.verification.verification`."""
     (requests, width), size = drafts.shape, target.shape[1]
-    accepted, tokens = torch.zeros_like(lengths), torch.zeros_like(lengths)
+    accepted, tokens = torch.zeros_like(lengths), torch.empty_like(lengths)
     if not requests:
         return accepted, tokens
     chunks = triton.cdiv(size, CHUNK)
-    target = target.contiguous()
-    tops, masses = tops_and_masses(target, plain_rules(len(target), target.device))
-    slots = [logits.contiguous() for logits in proposed[:width]] or [target]
-    rules = plain_rules(requests, target.device)
-    weighed = [tops_and_masses(logits, rules) for logits in slots] if width else [(tops, masses)]
-    q_tops, q_masses = (torch.stack(parts) for parts in zip(*weighed, strict=True))
-    proposals = torch.tensor([logits.data_ptr() for logits in slots], dtype=torch.int64)
-    proposals = proposals.to(target.device, non_blocking=True)
-    weights = (target, tops, masses, proposals, q_tops, q_masses, index.contiguous())
+    target, slots = target.contiguous(), proposed[:width].contiguous()
+    tops, masses = tops_and_masses(target)
+    q_tops, q_masses = tops_and_masses(slots.view(-1, size)) if width else (tops, masses)
+    weights = (target, tops, masses, slots, q_tops, q_masses, index.contiguous())
     shape = {
         "WIDTH": max(width, 1),
         "PLACES": width + 1,

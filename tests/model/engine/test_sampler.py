@@ -167,5 +167,14 @@ def test_truncated_rows_say_what_they_could_have_been():
     assert picked.token_ids.tolist() == drawn.token_ids[2:4].tolist()
 
 
+def test_a_row_that_is_not_truncated_has_no_mask_beside_one_that_is():
+    """Also where some of its logits are -inf."""
+    logits = LOGITS.repeat(2, 1)
+    logits[:, 4] = -torch.inf
+    rows = columns(2, top_k=3)
+    rows.top_k[0] = 0
+    assert sample(logits, rows, np.arange(2)).kept.offsets.diff().tolist() == [0, 3]
+
+
 def test_rows_that_keep_everything_have_no_mask():
     assert draw(LOGITS, 3, temperature=0.7).kept is None

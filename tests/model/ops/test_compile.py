@@ -208,9 +208,9 @@ def _engram(compiled):
     return kernels + compiled(row_sums.launch, *lookups)
 
 
-def _sampling(compiled, truncate):
+def _sampling(compiled, searches):
     rules = _t(5, 64, dtype=torch.int64)
-    return compiled(sampling.launch, _t(64, 129280, dtype=FP32), rules, truncate)
+    return compiled(sampling.launch, _t(64, 129280, dtype=FP32), rules, searches)
 
 
 def _verification(compiled):
@@ -222,8 +222,8 @@ def _verification(compiled):
         _t(requests, slots, dtype=double),
         _t(requests, dtype=double),
     )
-    proposed = [_t(requests, 129280, dtype=FP32) for _ in range(slots)]
-    return compiled(verification.verification, _t(384, 129280, dtype=FP32), proposed, *rows)[2 * slots :]
+    proposed = _t(slots, requests, 129280, dtype=FP32)
+    return compiled(verification.verification, _t(384, 129280, dtype=FP32), proposed, *rows)
 
 
 def _exact(compiled, rows):
@@ -259,8 +259,8 @@ CASES = {
     "index_decode_listed": lambda c: _decode_index(c, True),
     "index_loss": _index_loss,
     "engram": _engram,
-    "sampling": lambda c: _sampling(c, False),
-    "sampling_truncated": lambda c: _sampling(c, True),
+    "sampling": lambda c: _sampling(c, 0),
+    "sampling_truncated": lambda c: _sampling(c, 2),
     "verification": _verification,
     "exact_few": lambda c: _exact(c, 64),
     "exact_many": lambda c: _exact(c, T),

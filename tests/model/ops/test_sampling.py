@@ -17,10 +17,10 @@ def rules_of(rows: list[tuple[float, float, int]], seed: int) -> Rules:
     return Rules(temperature.double(), top_p.double(), top_k.long(), draws, places)
 
 
-def assert_equal(got, expected):
+def assert_equal(got, expected, atol=3e-6):
     assert torch.equal(got.tokens, expected.tokens)
     for a, b in ((got.logprobs, expected.logprobs), (got.full, expected.full)):
-        torch.testing.assert_close(a, b, atol=3e-6, rtol=1e-6, equal_nan=True)
+        torch.testing.assert_close(a, b, atol=atol, rtol=1e-6, equal_nan=True)
     assert (got.counts is None) == (expected.counts is None)
     if got.counts is not None:
         assert torch.equal(got.counts, expected.counts) and torch.equal(got.ids, expected.ids)
@@ -32,6 +32,7 @@ def awkward(rows: int, size: int) -> torch.Tensor:
     logits[1] = torch.round(logits[1])
     logits[2, : size // 2] = -torch.inf
     logits[3] = 0.0
+    logits[-2:, 30:] = -torch.inf
     return logits
 
 
@@ -44,6 +45,8 @@ ROWS = [
     (1.0, 1.0, 0),
     (0.9, 0.999, 4999),
     (2.0, 1e-9, 0),
+    (1.0, 0.7, 39),
+    (1.0, 1.0, 39),
 ]
 
 
@@ -102,7 +105,8 @@ def test_a_card_draws_what_the_host_draws(size):
     for seed in range(4):
         rules = rules_of(ROWS, seed)
         got = sampling(on_card, rules)
-        assert_equal(got, reference.sampling(logits, rules))
+        # The host sums 129,280 terms in float32.
+        assert_equal(got, reference.sampling(logits, rules), atol=1e-4)
         assert_equal(sampling(on_card, rules), got)
         assert_equal(sampling(on_card, rules, exact=True), got)
     sampling(on_card, rules)

@@ -15,14 +15,14 @@ def case(requests=6, slots=3, size=40, seed=0, device="cpu", truncated=True):
     if truncated:
         target[torch.rand(target.shape, generator=generator) < 0.3] = -torch.inf
         target[:, 0] = 0.0
-    proposed = [torch.randn(requests, size, generator=generator) for _ in range(slots)]
+    proposed = torch.randn(slots, requests, size, generator=generator)
     for slot in range(slots):
         proposed[slot][-1] = target[index[-1, slot]]
     drafts = torch.stack([q.softmax(1).multinomial(1, generator=generator)[:, 0] for q in proposed], 1)
     draws = torch.rand(requests, slots, generator=generator, dtype=torch.float64)
     rest = torch.rand(requests, generator=generator, dtype=torch.float64)
     moved = [x.to(device) for x in (index, drafts, lengths, draws, rest)]
-    return target.to(device), [q.to(device) for q in proposed], *moved
+    return target.to(device), proposed.to(device), *moved
 
 
 def test_equal_distributions_are_always_accepted_and_none_checked_is_none_accepted():
@@ -44,7 +44,7 @@ def test_a_token_that_the_policy_never_draws_is_refused_and_replaced():
 def test_no_drafts_draw_from_the_policy():
     target, _, index, drafts, lengths, draws, rest = case()
     given = index[:, :1], drafts[:, :0], torch.zeros_like(lengths), draws[:, :0], rest
-    accepted, tokens = verification(target, [], *given)
+    accepted, tokens = verification(target, target[:0, None], *given)
     cumulative = target[index[:, 0]].double().softmax(1).cumsum(1)
     assert not accepted.any()
     assert torch.equal(tokens, (cumulative <= rest[:, None]).sum(1))
@@ -66,7 +66,15 @@ def test_kernel(interpreted, size):
         expected = reference.verification(*arguments)
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     target, _, index, drafts, lengths, draws, rest = arguments
-    none = target, [], index[:, :1], drafts[:, :0], torch.zeros_like(lengths), draws[:, :0], rest
+    none = (
+        target,
+        target[:0, None],
+        index[:, :1],
+        drafts[:, :0],
+        torch.zeros_like(lengths),
+        draws[:, :0],
+        rest,
+    )
     got = interpreted(module, "verification", *none)
     assert all(torch.equal(a, b) for a, b in zip(got, reference.verification(*none), strict=True))
 
