@@ -74,6 +74,7 @@ def _losses(
     losses,
     softmax_scale,
     GROUPS: tl.constexpr,
+    PADDED_GROUPS: tl.constexpr,
     C: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -88,10 +89,11 @@ def _losses(
     slopes += token * KEYS
     query += token * HEADS * D
     _teach(query, entries, lse + token * HEADS, indices, mass, softmax_scale, HEADS, BLOCK_H, D, KEYS, BLOCK)
-    g = tl.arange(0, GROUPS)
+    g = tl.arange(0, PADDED_GROUPS)
     c = tl.arange(0, C)
-    q = operand(tl.load(heads + token * GROUPS * C + g[:, None] * C + c[None, :]))
-    w = tl.load(weights + token * GROUPS + g)
+    tile = token * GROUPS * C + g[:, None] * C + c[None, :]
+    q = operand(tl.load(heads + tile, mask=(g < GROUPS)[:, None], other=0.0))
+    w = tl.load(weights + token * GROUPS + g, mask=g < GROUPS, other=0.0)
     for n in tl.range(0, KEYS, BLOCK):
         column = n + tl.arange(0, BLOCK)
         i = tl.load(indices + column, mask=column < KEYS, other=-1)
@@ -125,19 +127,20 @@ def _gradients(
     grad_weights,
     rows,
     GROUPS: tl.constexpr,
+    PADDED_GROUPS: tl.constexpr,
     C: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    g = tl.arange(0, GROUPS)
+    g = tl.arange(0, PADDED_GROUPS)
     c = tl.arange(0, C)
     tile = token * GROUPS * C + g[:, None] * C + c[None, :]
-    q = operand(tl.load(heads + tile))
-    w = tl.load(weights + token * GROUPS + g)
+    q = operand(tl.load(heads + tile, mask=(g < GROUPS)[:, None], other=0.0))
+    w = tl.load(weights + token * GROUPS + g, mask=g < GROUPS, other=0.0)
     loss = tl.load(grad + token)
-    acc = tl.zeros((GROUPS, C), tl.float32)
-    total = tl.zeros((GROUPS,), tl.float32)
+    acc = tl.zeros((PADDED_GROUPS, C), tl.float32)
+    total = tl.zeros((PADDED_GROUPS,), tl.float32)
     for n in tl.range(0, KEYS, BLOCK):
         column = n + tl.arange(0, BLOCK)
         at = token * KEYS + column
@@ -149,8 +152,13 @@ def _gradients(
         acc = tl.dot(tl.trans(through), k, acc)
         row = round_bf16(tl.dot(through, q)).to(rows.dtype.element_ty)
         tl.store(rows + at[:, None] * C + c[None, :], row, mask=(column < KEYS)[:, None])
-    tl.store(grad_heads + tile, round_bf16(acc).to(grad_heads.dtype.element_ty))
-    tl.store(grad_weights + token * GROUPS + g, total)
+    tl.store(grad_heads + tile, round_bf16(acc).to(grad_heads.dtype.element_ty), mask=(g < GROUPS)[:, None])
+    tl.store(grad_weights + token * GROUPS + g, total, mask=g < GROUPS)
+
+
+def _padded(groups: int) -> int:
+    """Index heads of a tile: a product sums over no fewer than 16."""
+    return max(16, triton.next_power_of_2(groups))
 
 
 def forward(
@@ -184,6 +192,7 @@ def forward(
         losses,
         scale,
         GROUPS=heads.shape[1],
+        PADDED_GROUPS=_padded(heads.shape[1]),
         C=heads.shape[2],
         HEADS=query.shape[1],
         BLOCK_H=min(64, query.shape[1]),
@@ -227,6 +236,7 @@ def backward(
             grad_weights[part],
             rows,
             GROUPS=groups,
+            PADDED_GROUPS=_padded(groups),
             C=width,
             KEYS=chosen,
             BLOCK=64 if chosen >= 64 else 16,

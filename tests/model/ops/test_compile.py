@@ -190,8 +190,8 @@ def _decode_index(compiled, listed):
     return kernels + compiled(decode_rows.decode_rows, chosen, table, 64, blocks, 8)
 
 
-def _index_loss(compiled):
-    student = _t(T, 32, 128), _t(T, 32, dtype=FP32), _t(E, 128)
+def _index_loss(compiled, heads):
+    student = _t(T, heads, 128), _t(T, heads, dtype=FP32), _t(E, 128)
     indices, chosen = _t(T, K, dtype=INT), _t(T, K, dtype=FP32)
     teacher = _t(T, H, D), _t(E, D), _t(T, H, dtype=FP32)
     kernels = compiled(index_loss.forward, *student, *teacher, indices, scale=SCALE)
@@ -257,7 +257,8 @@ CASES = {
     "experts_few": _few_experts,
     "index_decode": lambda c: _decode_index(c, False),
     "index_decode_listed": lambda c: _decode_index(c, True),
-    "index_loss": _index_loss,
+    "index_loss": lambda c: _index_loss(c, 32),
+    "index_loss_few_heads": lambda c: _index_loss(c, 8),
     "engram": _engram,
     "sampling": lambda c: _sampling(c, 0),
     "sampling_truncated": lambda c: _sampling(c, 2),

@@ -32,7 +32,7 @@ def awkward(rows: int, size: int) -> torch.Tensor:
     logits[1] = torch.round(logits[1])
     logits[2, : size // 2] = -torch.inf
     logits[3] = 0.0
-    logits[-2:, 30:] = -torch.inf
+    logits[8:, 30:] = -torch.inf
     return logits
 
 
