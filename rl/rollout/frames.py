@@ -139,10 +139,9 @@ def sealed(kind: Kind, front: Sequence[Buffer], rest: Sequence[Buffer], size: in
     return Sealed([check, body, *rest], _RECORD.size + size)
 
 
-def record(kind: Kind, *parts: Buffer) -> bytes:
+def record(kind: Kind, *parts: bytes) -> bytes:
     """Returns a whole record of these bytes."""
-    payload = b"".join(parts)
-    body = _BODY.pack(len(payload), kind) + payload
+    body = b"".join([_BODY.pack(sum(map(len, parts)), kind), *parts])
     return _CHECK.pack(_SYNC_WORD, xxh3_64_intdigest(body) & _LOW) + body
 
 

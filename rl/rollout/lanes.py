@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, count, repeat
 from operator import ne
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from rl.rollout.frames import Sealed
 from rl.rollout.recorded import kept_of
 from rl.rollout.steps import F4, I4, plain, step_record
 
+T = TypeVar("T")
 _MASK = 0xFFFFFFFF
 _PIECE = 64
 _FEW = 64
@@ -25,8 +26,8 @@ _FEW = 64
 class PendingStep(NamedTuple):
     """The `count` tokens of a decode step that are logged, before anyone made a record of them.
 
-    `owners` uint32 [2, count] are slots and turns, `began` [count] plus `moved` the places; `found` are the
-    frame's entries (None: all).
+    `owners` uint32 [2, count] are slots and turns, `began` uint32 [count] plus `moved` (modulo 2**32) the
+    places; `found` are the frame's entries (None: all).
     """
 
     frame: StepFrame
@@ -38,17 +39,12 @@ class PendingStep(NamedTuple):
 
     def record(self) -> Sealed:
         """The step's record."""
-        frame, found = self.frame, self.found
+        frame, owners, began, moved, found, _ = self
         ids, logprobs = frame.token_ids, frame.logprobs
         extras = Extras(frame.states, frame.expert_ids, kept_of(frame.sampling_mask), frame.selections)
         if found is not None:
             ids, logprobs, extras = ids[found], logprobs[found], extras.take(found)
-        columns = (
-            self.owners,
-            self.began + np.uint32(self.moved),
-            plain(ids, I4),
-            plain(logprobs, F4),
-        )
+        columns = owners, began + moved, plain(ids, I4), plain(logprobs, F4)
         return step_record(frame.policy_version, columns, extras)
 
 
@@ -67,6 +63,7 @@ class Lanes:
         self._slot = np.zeros(0, np.uint32)
         self._place = np.zeros(0, np.uint32)
         self._at = np.zeros(0, np.int64)
+        self._slot_of, self._place_of, self._at_of = self._slot.data, self._place.data, self._at.data
         self._route: _Route | None = None
         self._began: np.ndarray | None = None
         self._moved = 0
@@ -79,7 +76,7 @@ class Lanes:
         if not self._free:
             self._grow(max(64, 2 * len(self._slot)))
         lane = self._free.pop()
-        self._slot[lane], self._place[lane] = slot, place
+        self._slot_of[lane], self._place_of[lane] = slot, place
         self._of[session], self._slots[session], self._turns[session] = lane, slot, dict(turns or {})
         if self._route is not None and not self._route.whole:
             self._settle()
@@ -91,18 +88,18 @@ class Lanes:
     def begin_turn(self, session: str) -> None:
         """The next token of a session is its turn's first."""
         lane = self._of[session]
-        self._place[lane] = 0
-        if self._began is not None and (at := self._at[lane]) >= 0:
+        self._place_of[lane] = 0
+        if self._began is not None and (at := self._at_of[lane]) >= 0:
             self._began = self._began.copy()
             self._began[at] = -self._moved & _MASK
 
     def end_turn(self, session: str, turn: int, tokens: int) -> None:
         """A turn ended; it counts as logged when all of its `tokens` are."""
         lane = self._of[session]
-        if self._began is not None and (at := self._at[lane]) >= 0:
-            place = int(self._began[at]) + self._moved & _MASK
+        if self._began is not None and (at := self._at_of[lane]) >= 0:
+            place = self._began.item(at) + self._moved & _MASK
         else:
-            place = self._place[lane]
+            place = self._place_of[lane]
         if place == tokens:
             self._turns[session][turn] = tokens
 
@@ -126,8 +123,8 @@ class Lanes:
             return None
         found = None if route.whole else route.found
         if self._began is not None:
-            self._moved += 1
-            return PendingStep(frame, route.owners, self._began, self._moved - 1, found, count)
+            moved, self._moved = self._moved, self._moved + 1 & _MASK
+            return PendingStep(frame, route.owners, self._began, moved, found, count)
         places = self._place[route.lanes]
         if route.repeats is not None:
             places = places + route.repeats
@@ -165,7 +162,10 @@ class Lanes:
         turns = np.fromiter(frame.turns, np.uint32, len(frame.turns))[found]
         repeats = _repeats(lanes) if _has_twins(lanes) else None
         owners = np.stack([self._slot[lanes], turns])
-        self._route = _Route(frame.sessions, frame.turns, whole, found, lanes, owners, repeats)
+        self._route = _Route(
+            frame.sessions, frame.turns, list(frame.sessions), list(frame.turns), whole, found, lanes, owners,
+            repeats,
+        )  # fmt: skip
         if repeats is None:
             self._began, self._moved, self._at[lanes] = self._place[lanes], 0, np.arange(len(lanes))
         return self._route
@@ -174,18 +174,18 @@ class Lanes:
         """Renews the few entries of the route that changed; False where more than that is to be done."""
         if not route.whole or self._began is None or len(frame.sessions) != len(route.sessions):
             return False
-        free = [at for lane in self._retired if (at := int(self._at[lane])) >= 0]
+        free = [at for lane in self._retired if (at := self._at_of[lane]) >= 0]
         changed = {
             *free,
-            *_differences(route.sessions, frame.sessions, free),
-            *_differences(route.turns, frame.turns, free),
+            *_differences(route.sessions_then, frame.sessions, free),
+            *_differences(route.turns_then, frame.turns, free),
         }
         if len(changed) > _FEW:
             return False
         lanes = [self._of.get(frame.sessions[number], -1) for number in changed]
         if -1 in lanes or len(set(lanes)) < len(lanes):
             return False
-        if any((at := int(self._at[lane])) >= 0 and at not in changed for lane in lanes):
+        if any((at := self._at_of[lane]) >= 0 and at not in changed for lane in lanes):
             return False  # a session that is there twice now
         if changed:
             self._renew(route, frame.turns, list(changed), lanes)
@@ -195,24 +195,22 @@ class Lanes:
     def _renew(self, route: _Route, turns: Sequence[int], numbers: list[int], lanes: list[int]) -> None:
         """Gives the entries `numbers` of a route to other lanes, one by one, as they are few."""
         assert self._began is not None
-        places, owners = self._began + np.uint32(self._moved), route.owners.copy()
+        began, owners, moved = self._began.copy(), route.owners.copy(), self._moved
         for number in numbers:
-            old = route.lanes[number]
-            self._place[old], self._at[old] = places[number], -1
+            old = route.lanes.item(number)
+            self._place_of[old], self._at_of[old] = began.item(number) + moved & _MASK, -1
         for number, lane in zip(numbers, lanes, strict=True):
-            route.lanes[number], self._at[lane] = lane, number
-            places[number], owners[0, number], owners[1, number] = (
-                self._place[lane],
-                self._slot[lane],
-                turns[number],
-            )
-        self._began, self._moved, route.owners = places, 0, owners
+            route.lanes[number], self._at_of[lane] = lane, number
+            began[number] = self._place_of[lane] - moved & _MASK
+            owners[0, number], owners[1, number] = self._slot_of[lane], turns[number]
+        self._began, route.owners = began, owners
 
     def _grow(self, size: int) -> None:
         before = len(self._slot)
         self._free = list(range(size - 1, before - 1, -1))
         self._slot, self._place = np.resize(self._slot, size), np.resize(self._place, size)
         self._at = np.concatenate([self._at, np.full(size - before, -1)])
+        self._slot_of, self._place_of, self._at_of = self._slot.data, self._place.data, self._at.data
 
 
 @dataclass(slots=True)
@@ -220,11 +218,14 @@ class _Route:
     """Which entries of a frame are logged and where.
 
     `found` are the frame's logged entries (`whole`: all of them), `owners` uint32 [2, n] has their slots and
-    turns, `repeats` counts earlier entries of the same session (several tokens of one turn in a step).
+    turns, `repeats` counts earlier entries of the same session (several tokens of one turn in a step). The
+    lists `sessions_then` and `turns_then` are copies, which are brought to what a later frame has.
     """
 
     sessions: Sequence[str]
     turns: Sequence[int]
+    sessions_then: list[str]
+    turns_then: list[int]
     whole: bool
     found: np.ndarray
     lanes: np.ndarray
@@ -232,19 +233,22 @@ class _Route:
     repeats: np.ndarray | None
 
 
-def _differences(old: Sequence[object], new: Sequence[object], known: list[int]) -> Iterator[int]:
-    """Where two sequences of the same length differ beside `known`: mostly nowhere, else in few pieces."""
-    if old is new:
-        return
-    expected = list(old)
+def _differences(then: list[T], now: Sequence[T], known: list[int]) -> list[int]:
+    """Where two sequences of the same length differ beside `known`: mostly nowhere, else in few pieces.
+
+    `then` becomes equal to `now`. As both have the same objects, none of them is looked at.
+    """
     for number in known:
-        expected[number] = new[number]
-    if expected == new:
-        return
-    for first in range(0, len(old), _PIECE):
-        some, others = old[first : first + _PIECE], new[first : first + _PIECE]
+        then[number] = now[number]
+    if then == now:
+        return []
+    found: list[int] = []
+    for first in range(0, len(then), _PIECE):
+        some, others = then[first : first + _PIECE], now[first : first + _PIECE]
         if some != others:
-            yield from compress(count(first), map(ne, some, others))
+            found += compress(count(first), map(ne, some, others))
+    then[:] = now
+    return found
 
 
 def _has_twins(lanes: np.ndarray) -> bool:

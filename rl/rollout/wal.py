@@ -2,9 +2,9 @@
 
 It is written in the engine's process: the engine's thread hands over the tokens of each decode step, the
 event loop appends what happens between turns, and a small thread makes one frame of columns of each step and
-writes all of it out every `flush_ms`. Before a tool call is sent its turn is flushed, so that nothing the
-world has seen is ever sampled differently. A sample's records are dropped by compaction once it is consumed
-(trained or filtered, in a durable checkpoint).
+writes all of it out before any of it is `flush_ms` old. Before a tool call is sent its turn is flushed, so
+that nothing the world has seen is ever sampled differently. A sample's records are dropped by compaction once
+it is consumed (trained or filtered, in a durable checkpoint).
 """
 
 from __future__ import annotations
@@ -29,10 +29,21 @@ from rl.engines.base import StepFrame
 from rl.rollout import codec
 from rl.rollout.assignment import Assignment
 from rl.rollout.ends import in_steps
+from rl.rollout.flusher import Flusher
 from rl.rollout.frames import Buffer, Damage, Kind, header, ints, record
 from rl.rollout.lanes import Lanes, PendingStep
 from rl.rollout.recovery import rebuild
-from rl.rollout.segments import Keep, Segment, list_segments, next_number, rewrite, segment_path, sync_folder
+from rl.rollout.segments import (
+    Keep,
+    Segment,
+    list_segments,
+    next_number,
+    release,
+    reserve,
+    rewrite,
+    segment_path,
+    sync_folder,
+)
 from rl.rollout.state import FINISHES, LoggedSample, Recovery, SandboxPlace
 
 _BUFFERS = 512
@@ -68,6 +79,8 @@ class TokenLog:
         damage = Damage()
         self._sealed: list[Segment] = list_segments(folder, damage)
         self.recovery: Recovery = rebuild(self._sealed, damage)
+        for last in self._sealed[-1:]:  # whose writer may have died
+            release(last.path, last.size)
         self._lock, self._io = threading.Lock(), threading.Lock()
         self._frames: deque[StepFrame] = deque()
         self._records: list[bytes | PendingStep] = []
@@ -82,13 +95,10 @@ class TokenLog:
         self._counts = {"tokens": 0, "frames": 0, "bytes": 0, "flushes": 0, "compactions": 0}
         self._compacted_bytes = self._sealed_bytes()
         self._file, self._size = self._new_segment()
-        self._flush_s = flush_ms / 1e3
-        self._open = threading.Lock()  # held until `close`, which ends the flusher's wait
-        self._open.acquire()
-        self._flusher: threading.Thread | None = None
-        if flush_ms > 0:
-            self._flusher = threading.Thread(target=self._flush_forever, name="token-log", daemon=True)
-            self._flusher.start()
+        self._reserved = 0
+        self._closed = False
+        # an error is kept in `_failure` too: the next append raises it
+        self._flusher = Flusher(self.flush, flush_ms / 1e3, TokenLogError) if flush_ms > 0 else None
 
     # What happens between turns: called by the event loop.
 
@@ -209,8 +219,7 @@ class TokenLog:
         """
         with self._io:
             with self._lock:
-                self._place_steps()
-                records, self._records = self._records, []
+                records = self._take()
             self._write(records, sync=self._fsync if sync is None else sync)
 
     @property
@@ -227,8 +236,7 @@ class TokenLog:
         """Rewrites all full segments without what was consumed; blocks, but not the writers."""
         with self._io:
             with self._lock:  # what ended by now is in the segments below, not only in memory
-                self._place_steps()
-                records, self._records = self._records, []
+                records = self._take()
                 keep = Keep(set(self._live), set(self._ended), set(self._leaning))
             self._write(records, sync=True)
             self._rotate()
@@ -241,13 +249,14 @@ class TokenLog:
 
     def close(self) -> None:
         """Writes the rest and lets another process open the folder. A second call does nothing."""
-        if not self._open.locked():
+        if self._closed:
             return
-        self._open.release()
+        self._closed = True
         if self._flusher is not None:
-            self._flusher.join()
+            self._flusher.close()
         try:
             self.flush()
+            release(self._file.fileno(), self._size)
         finally:
             self._file.close()
             self._guard.close()
@@ -268,21 +277,30 @@ class TokenLog:
             self._slots[trajectory.key] = slot
             self._ended.add(slot)
 
+    def _take(self) -> list[bytes | PendingStep]:
+        """All that waits to be written; the caller holds both locks."""
+        if self._flusher is not None:
+            self._flusher.taken()
+        self._place_steps()
+        records, self._records = self._records, []
+        return records
+
     def _place_steps(self) -> None:
         """Says of all steps so far whose tokens they have, before that changes; the caller holds the lock.
 
         The engine's thread only hands steps over: it never waits for another thread here.
         """
-        self._raise_failure()
-        frames, counts = self._frames, self._counts
+        if self._failure is not None:
+            self._raise_failure()
+        frames = self._frames
         try:
             while frames:
                 frame = frames.popleft()
                 if frame.replay_starts:
                     self._append_starts(frame)
                 if (step := self._lanes.step(frame)) is not None:
-                    counts["tokens"] += step.count
-                    counts["frames"] += 1
+                    self._counts["tokens"] += step.count
+                    self._counts["frames"] += 1
                     self._records.append(step)
         except Exception as error:  # whatever it is, the engine's thread must hear of it
             self._failure = error
@@ -307,8 +325,10 @@ class TokenLog:
 
     def _appended(self) -> None:
         """After the lock: without a flush interval records are written at once."""
-        if self._flush_s == 0:
+        if self._flusher is None:
             self.flush(sync=False)
+        else:
+            self._flusher.appended()
 
     def _write(self, records: Sequence[bytes | PendingStep], *, sync: bool) -> None:
         """Makes the records of steps, writes all of them and rotates; the caller holds the write lock."""
@@ -324,6 +344,8 @@ class TokenLog:
                     buffers += step.buffers
                     size += step.size
             if buffers:
+                if self._size + size > self._reserved:
+                    self._reserved += reserve(self._file.fileno(), self._reserved, size)
                 _write_all(self._file.fileno(), buffers, size)
             self._size += size
             self._counts["bytes"] += size
@@ -337,12 +359,14 @@ class TokenLog:
             self._raise_failure()
 
     def _rotate(self) -> None:
+        release(self._file.fileno(), self._size)
         if self._fsync:
             os.fsync(self._file.fileno())
         self._file.close()
         number = int(Path(self._file.name).stem)
         self._sealed.append(Segment(Path(self._file.name), number, number))
         self._file, self._size = self._new_segment()
+        self._reserved = 0
 
     def _new_segment(self) -> tuple[IO[bytes], int]:
         number = next_number(self._folder)
@@ -354,14 +378,6 @@ class TokenLog:
 
     def _sealed_bytes(self) -> int:
         return sum(segment.size for segment in list(self._sealed))
-
-    def _flush_forever(self) -> None:
-        while not self._open.acquire(timeout=self._flush_s):
-            try:
-                self.flush()
-            except TokenLogError:
-                return  # kept in `_failure`: the next append raises it
-        self._open.release()
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

@@ -481,3 +481,30 @@ def test_a_full_disk_is_an_error_at_the_next_call(tmp_path: Path) -> None:
         log.begin(a.session, 0, [1], new_branch=True)
     with pytest.raises(TokenLogError):
         log.close()
+
+
+def test_space_is_reserved_ahead_and_given_back_after_a_crash_too(tmp_path: Path) -> None:
+    log, a = TokenLog(tmp_path, flush_ms=1e6), assignment(0)
+    (path,) = segments(tmp_path)
+
+    def unused() -> int:
+        status = path.stat()
+        return status.st_blocks * 512 - status.st_size
+
+    log.start(a)
+    log.flush()
+    size = path.stat().st_size
+    assert size == log.stats()["bytes"] + HEADER_BYTES  # the length is that of the records
+    assert unused() > 15 << 20
+    log._guard.close()  # as the end of the process does
+    crashed = TokenLog(tmp_path)
+    assert only(crashed.recovery).assignment == a
+    assert crashed.recovery.damage.torn_bytes == 0
+    assert (path.stat().st_size, unused() < 1 << 16) == (size, True)
+    crashed.close()
+    log._file.close()
+    log._closed = True
+    assert log._flusher is not None
+    log._flusher.close()
+    path = segments(tmp_path)[-1]
+    assert unused() < 1 << 16
