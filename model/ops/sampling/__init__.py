@@ -10,7 +10,7 @@ from torch import Tensor
 
 from model.ops.dispatch import use_kernel
 from model.ops.sampling import reference
-from model.ops.sampling.reference import Drawn, Rules, invert, truncate, uniforms
+from model.ops.sampling.reference import MOST_IDS, Drawn, Rules, invert, truncate, uniforms
 
 __all__ = ["Drawn", "Rules", "draw", "invert", "sampling", "truncate", "uniforms"]
 
@@ -43,6 +43,8 @@ def sampling(logits: Tensor, rules: Rules, *, exact: bool = False) -> Drawn:
             f"sampling takes fp32 logits [B, V] and {len(rules.top_k)} rules for B rows, "
             f"got {logits.dtype} {tuple(logits.shape)}"
         )
+    if logits.shape[1] > MOST_IDS:
+        raise ValueError(f"sampling sums integer weights of up to {MOST_IDS} ids, got {logits.shape[1]}")
     if not exact and use_kernel("sampling", logits):
         from model.ops.sampling import triton
 

@@ -13,7 +13,9 @@ _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 _UNIFORM_BITS = 48
 WEIGHT_BITS = 44
-"""The most likely id weighs 2^44, and 2^18 of them fit in 63 bits."""
+"""The most likely id weighs 2^44."""
+MOST_IDS = 2 ** (63 - WEIGHT_BITS) - 1
+"""So many of them sum to less than 2^63."""
 
 
 @dataclass(frozen=True, slots=True)

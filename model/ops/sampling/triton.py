@@ -265,7 +265,6 @@ def launch(logits: Tensor, rules: Tensor, searches: int) -> tuple[Tensor, Tensor
     `searches` is 0 where no row is truncated, 1 where none has both top-k and top-p, else 2.
     """
     rows, size = logits.shape
-    assert size <= 2**18, f"weights have 44 bits: {size} ids are too many"
     assert logits.stride(1) == 1, "logits must be contiguous along the row"
     found = None
     if searches:
@@ -302,6 +301,7 @@ def sampling(logits: Tensor, rules: Rules) -> Drawn:
     rows, size = logits.shape
     if not rows:
         return Drawn(torch.zeros(0, dtype=torch.int64), torch.zeros(0), torch.zeros(0))
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
     truncating = rules.truncating(size)
     both = truncating & (rules.top_k > 0) & (rules.top_k < size) & (rules.top_p < 1.0)
     searches = int(truncating.any()) + int(both.any())

@@ -94,6 +94,16 @@ def test_weights_sum_exactly_whatever_their_order():
 def test_other_shapes_are_refused():
     with pytest.raises(ValueError, match="fp32 logits"):
         sampling(torch.zeros(3, 5, dtype=torch.float64), rules_of([(1.0, 1.0, 0)] * 3, 0))
+    with pytest.raises(ValueError, match="up to 524287 ids"):
+        sampling(torch.zeros(1, 2**19), rules_of([(1.0, 1.0, 0)], 0))
+
+
+def test_as_many_ids_as_are_allowed_sum_to_no_more_than_63_bits():
+    size = 2**19 - 1
+    rules = rules_of([(1.0, 1.0, 0)] * 3, 5)
+    tokens = sampling(torch.zeros(3, size), rules).tokens
+    draws = reference.uniforms(rules.seed.numpy(), rules.position.numpy())
+    assert tokens.tolist() == [int(draw * size) for draw in draws]
 
 
 @pytest.mark.gpu
