@@ -23,7 +23,7 @@ def main() -> int:
     parser.add_argument("--preset", default="hf_tiny", help="hf_tiny, or hf_tiny_moe")
     parser.add_argument("overrides", nargs="*", help="further overrides")
     given = parser.parse_args()
-    chosen = ["policy=hf", f"model.preset={given.preset}", f"trainer.steps={given.steps}"]
+    chosen = ["experiment=calc", "policy=hf", f"model.preset={given.preset}", f"trainer.steps={given.steps}"]
     with tempfile.TemporaryDirectory() as folder:
         seconds = train(Path(folder), "hf-calc", chosen + given.overrides)
         rows = evaluations(Path(folder) / "hf-calc", "calc")
