@@ -1,7 +1,8 @@
 """When the token log is written: as seldom as it may be, as each time costs more than what is written then.
 
 What is appended waits for `longest` seconds at most. A timer of that period would keep to it too, but decode
-steps come at a rhythm of their own, and one that waits for the next step first writes more of them at once.
+steps come at a rhythm of their own: when the next step would be too late, all are written as soon as this one
+is there, while it is fresh in the caches. A timer that knows the rhythm looks after the rest.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ class Pace:
 
     Whoever appends says so afterwards; whoever takes what waits says so before. The flusher expects the next
     append as long after its last flush as the one before came, and sleeps until that has waited for
-    `longest`. Who appends earlier wakes it.
+    `longest`. Who appends earlier wakes it, and so does a step if the next one, as long after it as it came
+    after the one before, would be too late.
     """
 
     def __init__(self, longest: float, now: float) -> None:
         self.oldest: float | None = None
         self._longest, self._early = longest, _EARLY * longest
         self._flushed, self._gap, self._wakes_at = now, 0.0, math.inf
+        self._stepped, self._due = now, False
 
     def appended(self, now: float) -> bool:
         """Something was appended and waits from now on; returns whether the flusher would sleep too long."""
@@ -38,9 +41,17 @@ class Pace:
         self.oldest = now
         return now + self._longest < self._wakes_at
 
+    def stepped(self, now: float) -> bool:
+        """A decode step was appended; returns whether to wake the flusher."""
+        late, before = self.appended(now), self._stepped
+        oldest, self._stepped = self.oldest, now
+        if oldest is not None and now - oldest + (now - before) > self._longest - self._early:
+            self._due = late = True
+        return late
+
     def taken(self) -> None:
         """What waits is going to be written."""
-        self.oldest = None
+        self.oldest, self._due = None, False
 
     def sleep(self, now: float) -> float:
         """For how many seconds to sleep; 0 when it is time to flush."""
@@ -48,7 +59,7 @@ class Pace:
         if oldest is None:
             if now - self._flushed >= self._longest:  # nothing came: it may take as long again
                 self._gap = 2 * (now - self._flushed)
-        elif now - oldest >= self._longest - 2 * self._early:
+        elif self._due or now - oldest >= self._longest - 2 * self._early:
             gap = max(oldest - self._flushed, 0.0)
             self._gap, self._flushed = min(gap, self._gap + _SLOWLY * (gap - self._gap)), now
             return 0.0
@@ -76,6 +87,11 @@ class Flusher:
         """Something was appended."""
         pace = self._pace
         if pace.oldest is None and pace.appended(time.monotonic()):
+            self._wake()
+
+    def stepped(self) -> None:
+        """A decode step was appended."""
+        if self._pace.stepped(time.monotonic()):
             self._wake()
 
     def close(self) -> None:

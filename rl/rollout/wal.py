@@ -207,7 +207,10 @@ class TokenLog:
         if self._failure is not None:
             self._raise_failure()
         self._frames.append(frame)
-        self._appended()
+        if self._flusher is None:
+            self.flush(sync=False)
+        else:
+            self._flusher.stepped()
 
     # Writing it out.
 

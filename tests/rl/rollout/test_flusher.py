@@ -1,7 +1,8 @@
-"""When the token log is written: nothing waits for longer than it may, and steps do not wake anyone."""
+"""When the token log is written: nothing waits for longer than it may, and no more often than it must."""
 
 import threading
 import time
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -12,8 +13,10 @@ from rl.rollout.flusher import Flusher, Pace
 LONGEST = 0.05
 
 
-def simulate(arrivals: list[float], forced: list[float], until: float) -> tuple[list[float], int, int]:
-    """Appends and flushes by others at these times; returns all waits, flushes of its own, and wakes."""
+def simulate(
+    arrivals: list[float], forced: list[float], until: float, steps: Sequence[float] = ()
+) -> tuple[list[float], int, int]:
+    """Appends, steps and flushes by others at these times; returns all waits, own flushes, and wakes."""
     pace = Pace(LONGEST, 0.0)
     waiting: list[float] = []
     waits: list[float] = []
@@ -32,14 +35,15 @@ def simulate(arrivals: list[float], forced: list[float], until: float) -> tuple[
         return now + seconds
 
     wakes_at = rest(0.0)
-    for now, kind in sorted([*((at, "append") for at in arrivals), *((at, "take") for at in forced)]):
+    events = {"append": arrivals, "step": steps, "take": forced}
+    for now, kind in sorted((at, kind) for kind, times in events.items() for at in times):
         while wakes_at <= now:
             wakes_at = rest(wakes_at)
         if kind == "take":
             take(now)
             continue
         waiting.append(now)
-        if pace.appended(now):
+        if pace.stepped(now) if kind == "step" else pace.appended(now):
             wakes += 1
             wakes_at = rest(now)
     while waiting or wakes_at < until:
@@ -50,11 +54,24 @@ def simulate(arrivals: list[float], forced: list[float], until: float) -> tuple[
 times = st.lists(st.floats(0, 3), max_size=60)
 
 
-@given(times, times)
-def test_nothing_waits_for_longer_than_it_may(arrivals: list[float], forced: list[float]) -> None:
-    waits, _, _ = simulate(arrivals, forced, 3.0)
-    assert len(waits) == len(arrivals)
+@given(times, times, times)
+def test_nothing_waits_for_longer_than_it_may(
+    arrivals: list[float], forced: list[float], steps: list[float]
+) -> None:
+    waits, _, _ = simulate(arrivals, forced, 3.0, steps)
+    assert len(waits) == len(arrivals) + len(steps)
     assert max(waits, default=0.0) <= LONGEST + 1e-9
+
+
+@pytest.mark.parametrize(("period", "steps_a_flush"), [(1 / 30, 2), (0.1, 1), (0.005, 9)])
+def test_steps_are_written_with_the_last_for_which_the_next_would_be_too_late(
+    period: float, steps_a_flush: int
+) -> None:
+    count = 600
+    waits, flushes, wakes = simulate([], [], 0.0, [period * (n + 1) for n in range(count)])
+    assert waits.count(0.0) == pytest.approx(flushes, abs=2)  # the newest is written as it comes
+    assert max(waits[10:-10]) == pytest.approx((steps_a_flush - 1) * period, abs=period / 2)
+    assert flushes == pytest.approx(count / steps_a_flush, rel=0.02) and wakes <= flushes + 2
 
 
 @pytest.mark.parametrize(("period", "steps_a_flush"), [(1 / 30, 2), (0.1, 1)])
