@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.cache.page_file import HEADER_BYTES, VERSION, CorruptFile, Entry, ForeignFile, Kind, pack, unpack
+from model.durable import sync
 
 Clock = Callable[[], float]
 """Seconds since the epoch."""
@@ -261,7 +262,7 @@ class FileTier:
             self._account(-unused)
         if self._durable:
             for folder in folders:
-                _sync_folder(folder)
+                sync(folder)
         return done
 
     def _write(self, path: Path, address: Address, entry: Entry, rank: int) -> bool:
@@ -390,11 +391,3 @@ def _portions(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
         total += size
     if begin < len(sizes):
         yield begin, len(sizes)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from model.durable import sync
 from rl.rollout import codec
 from rl.rollout.frames import (
     FORMAT,
@@ -128,7 +129,7 @@ def rewrite(segments: list[Segment], keep: Keep) -> Segment:
         file.flush()
         os.fsync(file.fileno())
     partial.rename(last.path)
-    sync_folder(last.path.parent)
+    sync(last.path.parent)
     for segment in segments[:-1]:
         segment.path.unlink()
     return Segment(last.path, last.number, covers_from)
@@ -150,15 +151,6 @@ def release(file: int | Path, size: int) -> None:
     """Gives back what `reserve` has beyond the `size` bytes of a file."""
     with suppress(OSError):
         os.truncate(file, size)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes renames and new files in a folder durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def map_file(segment: Segment) -> Data:

@@ -25,6 +25,7 @@ from typing import IO
 import numpy as np
 
 from envs.types import FinishReason, Images, Message, Trajectory, TrajectoryKey
+from model import durable
 from rl.engines.base import StepFrame
 from rl.rollout import codec
 from rl.rollout.assignment import Assignment
@@ -42,7 +43,6 @@ from rl.rollout.segments import (
     reserve,
     rewrite,
     segment_path,
-    sync_folder,
 )
 from rl.rollout.state import FINISHES, LoggedSample, Recovery, SandboxPlace
 
@@ -376,7 +376,7 @@ class TokenLog:
         file = segment_path(self._folder, number).open("xb", buffering=0)
         head = header(number, number)
         file.write(head)
-        sync_folder(self._folder)
+        durable.sync(self._folder)
         return file, len(head)
 
     def _sealed_bytes(self) -> int:

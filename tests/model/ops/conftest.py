@@ -35,6 +35,16 @@ while True:
 """
 
 
+@pytest.fixture
+def poisoned_memory() -> None:
+    """Fills what a card's allocator will hand out with NaN, so that an element left unwritten shows."""
+    import torch
+
+    torch.manual_seed(0)
+    blocks = [torch.full((1 << n,), float("nan"), device="cuda") for n in range(10, 29)]
+    del blocks
+
+
 @pytest.fixture(scope="session")
 def interpreted() -> Iterator[Callable]:
     """`interpreted("model.ops.topk.triton", "topk", *args, **kwargs)` on CPU tensors."""

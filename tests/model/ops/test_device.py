@@ -5,6 +5,7 @@ import torch
 
 from benchmarks import kernel_data as data
 from benchmarks.kernel_data import SCALE, WIDTH, WINDOW
+from benchmarks.kernel_timing import error
 from model.ops.dispatch import paths, reference_only
 from model.ops.hyper_boundary import hyper_boundary
 from model.ops.hyper_boundary import reference as boundary
@@ -18,20 +19,7 @@ from model.ops.sparse_decode import sparse_decode
 from model.ops.topk import topk
 from model.ops.unpack_keys import unpack_keys
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """Fill what the allocator will hand out with NaN, so that an element left unwritten shows."""
-    torch.manual_seed(0)
-    blocks = [torch.full((1 << n,), float("nan"), device="cuda") for n in range(10, 29)]
-    del blocks
-
-
-def _error(got, expected) -> float:
-    value = ((got.double() - expected.double()).norm() / expected.double().norm()).item()
-    return value if value == value else float("inf")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
 
 @pytest.mark.parametrize(
@@ -54,11 +42,11 @@ def test_attention_and_every_gradient(count, heads, topk_size, kind):
     expected, expected_lse = attention.forward(
         wide[0], wide[1], x.indices, wide[2], x.first, last, wide[3], scale=SCALE, window_size=WINDOW
     )
-    assert _error(out, expected) < 3e-3
+    assert error(out, expected) < 3e-3
     torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=0)
     for got, right in zip(gradients, torch.autograd.grad(expected, wide, x.grad.double()), strict=True):
         if right.norm() > 0:
-            assert _error(got, right) < 5e-3
+            assert error(got, right) < 5e-3
     for _ in range(4):
         again = run()
         assert torch.equal(again[0], out)
@@ -85,7 +73,7 @@ def test_gradients_do_not_depend_on_where_a_chunk_of_queries_ends():
         )
         results.append(torch.autograd.grad(out, leaves, x.grad))
     for a, b in zip(*results, strict=True):
-        assert _error(a, b) < 4e-3
+        assert error(a, b) < 4e-3
 
 
 @pytest.mark.parametrize("batch", [1, 7, 33, 64])
@@ -99,7 +87,7 @@ def test_decode(batch, exact):
     assert torch.equal(sparse_decode(*arguments, scale=SCALE, exact=exact, counts=counts), out)
     with reference_only():
         expected = sparse_decode(arguments[0].float(), *arguments[1:], scale=SCALE)
-    assert _error(out, expected) < 3e-3
+    assert error(out, expected) < 3e-3
 
 
 def test_exact_mode_gives_prefill_and_decode_the_same_bits_for_any_batch():
@@ -191,7 +179,7 @@ def test_linear_logprob(count, vocabulary, width):
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a.double(), b, atol=1e-4, rtol=1e-5)
     for a, b in zip(gradients, torch.autograd.grad(expected, wide, [g.double() for g in grads]), strict=True):
-        assert _error(a, b) < 8e-3
+        assert error(a, b) < 8e-3
     alone = linear_logprob(hidden[:1], weight, labels[:1], temperature=0.8)
     assert all(torch.equal(a, b[:1]) for a, b in zip(alone, got, strict=True))
 
@@ -232,7 +220,7 @@ def test_hyper_boundary(count, width):
     got = hyper_boundary(*arguments)
     assert paths()["hyper_boundary"] == "triton"
     expected = boundary.hyper_boundary(*(x.double() for x in arguments), eps=1e-6)
-    assert _error(got[0], expected[0]) < 3e-3 and _error(got[1], expected[1]) < 4e-3
+    assert error(got[0], expected[0]) < 3e-3 and error(got[1], expected[1]) < 4e-3
     following = boundary.coefficients(got[0].double(), *(x.double() for x in (projection, base, scale)))
     torch.testing.assert_close(got[2], following.float(), atol=3e-4, rtol=0)
     for _ in range(5):

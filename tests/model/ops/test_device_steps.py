@@ -5,6 +5,7 @@ import torch
 
 from benchmarks import kernel_data as data
 from benchmarks.kernel_data import SCALE
+from benchmarks.kernel_timing import error
 from model.ops.dispatch import reference_only
 from model.ops.engram_gate import engram_gate
 from model.ops.engram_gate import reference as gate
@@ -15,20 +16,7 @@ from model.ops.linear_reverse_kl import reference as kl_definition
 from model.ops.row_sums import row_sums
 from model.ops.sparse_attention import sparse_attention
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """Fill what the allocator will hand out with NaN, so that an element left unwritten shows."""
-    torch.manual_seed(0)
-    blocks = [torch.full((1 << n,), float("nan"), device="cuda") for n in range(10, 29)]
-    del blocks
-
-
-def _error(got, expected) -> float:
-    value = ((got.double() - expected.double()).norm() / expected.double().norm()).item()
-    return value if value == value else float("inf")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
 
 @pytest.mark.parametrize(("count", "vocabulary", "widths"), [(1, 1000, (64, 128)), (300, 5001, (256, 64))])
@@ -42,7 +30,7 @@ def test_linear_reverse_kl(count, vocabulary, widths):
     expected = kl_definition.linear_reverse_kl(*wide, other.double(), head.double(), temperature=0.8)
     torch.testing.assert_close(got.double(), expected, atol=1e-4, rtol=1e-5)
     for a, b in zip(found, torch.autograd.grad(expected, wide, grad.double()), strict=True):
-        assert _error(a, b) < 8e-3
+        assert error(a, b) < 8e-3
     for _ in range(4):
         again = linear_reverse_kl(*leaves, other, head, temperature=0.8)
         assert torch.equal(again, got)
@@ -64,9 +52,9 @@ def test_index_loss(heads, chosen):
     wide = [t.detach().double().requires_grad_() for t in leaves]
     teacher = x.query.double(), x.entries.double(), lse.double(), x.indices
     expected = index_definition.index_loss(*wide, *teacher, scale=SCALE)
-    assert _error(got, expected) < 1e-3
+    assert error(got, expected) < 1e-3
     for a, b in zip(found, torch.autograd.grad(expected, wide, grad.double()), strict=True):
-        assert _error(a, b) < 5e-3
+        assert error(a, b) < 5e-3
     for _ in range(4):
         again = index_loss(*leaves, x.query, x.entries, lse, x.indices, scale=SCALE)
         repeated = torch.autograd.grad(again, leaves, grad)
@@ -85,9 +73,9 @@ def test_engram_gate(count, n, width):
         found = torch.autograd.grad(got, leaves, grad)
         wide = [t.detach().double().requires_grad_() for t in leaves]
         expected = gate.engram_gate(*wide, mask, eps=1e-6)
-        assert _error(got, expected) < 3e-3
+        assert error(got, expected) < 3e-3
         for a, b in zip(found, torch.autograd.grad(expected, wide, grad.double()), strict=True):
-            assert _error(a, b) < 8e-3
+            assert error(a, b) < 8e-3
         again = torch.autograd.grad(engram_gate(*leaves, mask, eps=1e-6), leaves, grad)
         assert all(torch.equal(a, b) for a, b in zip(again, found, strict=True))
 
@@ -99,5 +87,5 @@ def test_row_sums(width):
     rows, sums = row_sums(values, ids)
     with reference_only():
         expected_rows, expected = row_sums(values.double(), ids)
-    assert torch.equal(rows, expected_rows) and _error(sums, expected) < 1e-5
+    assert torch.equal(rows, expected_rows) and error(sums, expected) < 1e-5
     assert torch.equal(row_sums(values, ids)[1], sums)
