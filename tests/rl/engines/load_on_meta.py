@@ -5,7 +5,7 @@
 It prints JSON: the parameters of vLLM's model with shape and type, for every stored tensor the parameters
 that took it, or the error, and the same for the named ones with that dimension one too long. vLLM is used as
 it is: a kernel for the CPU and the published quantisation are registered by its own calls, `described_gpu`
-describes the card, and what torch would ask of a driver is answered here.
+describes the card, and what torch would ask of a driver or processor is answered here.
 """
 
 import json
@@ -26,6 +26,8 @@ def describe_driver():
     )  # fmt: skip
     torch.cuda.get_device_properties = lambda *_: card
     torch.cuda.current_device = torch.accelerator.current_device_index = lambda: 0
+    # vLLM's experts for the CPU ask for a processor with tiles, which not every machine has.
+    torch.cpu._is_amx_tile_supported = lambda: True
     torch.cuda.Stream = torch.cuda.Event = lambda *_, **__: None
     plain = torch.empty
 
