@@ -74,7 +74,7 @@ def merge_checkpoints(sources: Sequence[Source], out: Path, *, shard_bytes: int 
     others = _same_files(sources)
     readers = [ShardReader.of_folder(source.folder) for source in sources]
     names = _same_names(sources, readers, config)
-    products = torch.zeros(3, len(sources), dtype=torch.float64)
+    products = torch.zeros(2, len(sources), dtype=torch.float64)
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -92,8 +92,9 @@ def merge_checkpoints(sources: Sequence[Source], out: Path, *, shard_bytes: int 
         raise MergeError(f"{out} cannot be written ({error.strerror}); give another folder") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    dots, own, others = products.tolist()
-    cosines = [dot / math.sqrt(a * b) if a * b else 0.0 for dot, a, b in zip(dots, own, others, strict=True)]
+    dots, squares = products.tolist()
+    sizes = [math.sqrt(squares[0] * square) for square in squares]
+    cosines = [dot / size if size else 0.0 for dot, size in zip(dots, sizes, strict=True)]
     names_after = [source.name for source in sources[1:]]
     return Merged(len(names), dict(zip(names_after, cosines[1:], strict=True)))
 
@@ -172,8 +173,8 @@ def _average(
 ) -> Tensor:
     """The average of one tensor, float32 inside, in the type it is stored in when that is plain.
 
-    Adds to `products` [3, sources] a matrix's products of the first source with each, with itself, and of
-    each with itself.
+    Adds to `products` [2, sources] a matrix's products of the first source with each, and of each with
+    itself.
     """
     first = read_published(name, readers[0], config)
     total = torch.zeros(first.shape, dtype=torch.promote_types(first.dtype, torch.float32))
@@ -188,10 +189,10 @@ def _average(
             raise MergeError(
                 f"tensor {name!r} of {source.name} holds values that are not finite; merge another"
             )
-        wide, base = value.to(total.dtype), first.to(total.dtype)
+        wide = value.to(total.dtype)
         total.add_(wide, alpha=source.weight)
         if wide.dim() > 1:
-            products[:, i] += torch.stack([(base * wide).sum(), (base * base).sum(), (wide * wide).sum()])
+            products[:, i] += torch.stack([(first.to(total.dtype) * wide).sum(), (wide * wide).sum()])
     return total.to(first.dtype)
 
 

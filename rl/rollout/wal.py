@@ -207,10 +207,7 @@ class TokenLog:
         if self._failure is not None:
             self._raise_failure()
         self._frames.append(frame)
-        if self._flusher is None:
-            self.flush(sync=False)
-        else:
-            self._flusher.stepped()
+        self._appended(step=True)
 
     # Writing it out.
 
@@ -326,10 +323,12 @@ class TokenLog:
             self._raise_failure()
         self._records.append(record(kind, *payload))
 
-    def _appended(self) -> None:
+    def _appended(self, *, step: bool = False) -> None:
         """After the lock: without a flush interval records are written at once."""
         if self._flusher is None:
             self.flush(sync=False)
+        elif step:
+            self._flusher.stepped()
         else:
             self._flusher.appended()
 
