@@ -42,7 +42,7 @@ def train_step(policy: Policy, tokens: int, documents: int) -> float:
 
     def step() -> None:
         hidden = policy(packed).hidden
-        logprob, _ = linear_logprob(hidden[:-1], policy.head.weight, ids[1:])  # pyright: ignore
+        logprob, *_ = linear_logprob(hidden[:-1], policy.head.weight, ids[1:])  # pyright: ignore
         (-logprob.mean()).backward()
         optimizer.step()
         policy.zero_grad(set_to_none=True)
@@ -79,7 +79,7 @@ def dense_step(model: Dense, tokens: int) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
 
     def step() -> None:
-        logprob, _ = linear_logprob(model(ids)[:-1], model.head.weight, ids[1:])
+        logprob, *_ = linear_logprob(model(ids)[:-1], model.head.weight, ids[1:])
         (-logprob.mean()).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

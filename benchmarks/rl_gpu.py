@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.model_gpu_setup import policy_on_gpu
-from model.choices import truncated_logprobs
 from model.engine.engine import Engine
 from model.engine.requests import Request
 from model.engine.sampler import SamplingParams
@@ -65,22 +64,14 @@ def packed(sequences: Tensor) -> PackedTokens:
 
 
 def trained_logprobs(policy: Policy, sequences: Tensor, prompt: int) -> Tensor:
-    """[N, tokens] log-probabilities by a training pass, with gradient where that is on.
-
-    In exact mode by the sampler's own steps, otherwise without ever holding the logits.
-    """
+    """[N, tokens] log-probabilities by a training pass, with gradient where that is on, as a trainer's."""
     count, length = sequences.shape
     tokens = packed(sequences)
     hidden = policy(tokens).hidden.view(count, length, -1)[:, prompt - 1 : -1].flatten(0, 1)
     labels = tokens.token_ids.view(count, length)[:, prompt:].flatten()
-    if policy.exact:
-        parts = [
-            truncated_logprobs(policy.logits(h), None).gather(1, y[:, None])[:, 0]
-            for h, y in zip(hidden.split(4096), labels.split(4096), strict=True)
-        ]
-        return torch.cat(parts).view(count, -1)
     head: Tensor = policy.head.weight  # pyright: ignore[reportAssignmentType]
-    return linear_logprob(hidden, head, labels)[0].view(count, -1)
+    logprob, _, _ = linear_logprob(hidden, head, labels, exact=policy.exact)
+    return logprob.view(count, -1)
 
 
 class Learner:

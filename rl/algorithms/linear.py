@@ -2,7 +2,8 @@
 
 With a vocabulary of 129,280 the logits of a batch are larger than the model's activations. Here they exist
 for one chunk only, in the forward pass and again in the backward pass, where they are computed anew; the
-gradient of the head is summed up chunk by chunk. The results are those of the plain formulas.
+gradient of the head is summed up chunk by chunk. The results are those of the plain formulas. On a card
+kernels do the same a tile at a time, unless a sampling mask truncates the distribution.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from model.choices import LOWEST_LOGPROB, SamplingMask, entropy_of, truncated_lo
 from model.layers.exact import exact_mode, matmul
 from model.layers.linear import wide_linear
 from model.ops.dispatch import served
+from model.ops.linear_logprob import linear_logprob as fused_logprob
+from model.ops.linear_logprob import serves
 from model.ops.linear_reverse_kl import linear_reverse_kl as fused_reverse_kl
-from model.ops.linear_reverse_kl import serves as fused_reverse_kl_serves
 
 CHUNK_ELEMENTS = 1 << 24
 """Logits held at once: 64 MiB in float32."""
@@ -44,12 +46,14 @@ def linear_logprobs(
             the whole vocabulary.
         exact: a token's results are the same bits whatever the others are, and those of a policy and sampler
             in exact mode.
-        limit: most elements of logits held at once.
+        limit: most elements of logits held at once, where no kernel serves.
 
     Returns:
         Log-probabilities of the labels [m] (-inf for a label outside its mask), entropies in nats [m], both
         float32, and whether the label is the most likely token, bool [m].
     """
+    if mask is None and served(hidden) and serves(hidden, weight):
+        return fused_logprob(hidden, weight, labels, temperature=temperature, exact=exact)
     return _LinearLogprobs.apply(hidden, weight, labels, temperature, mask, exact, limit)  # type: ignore[no-any-return]
 
 
@@ -75,7 +79,7 @@ def linear_reverse_kl(
     if served(hidden):
         # Hidden states of a teacher are kept in float32; those of one in bfloat16 lose nothing.
         other = teacher_hidden.to(teacher_weight.dtype)
-        if fused_reverse_kl_serves(hidden, weight, other, teacher_weight):
+        if serves(hidden, weight, other, teacher_weight):
             return fused_reverse_kl(hidden, weight, other, teacher_weight, temperature=temperature)
     return _LinearReverseKL.apply(  # type: ignore[no-any-return]
         hidden, weight, teacher_hidden.detach(), teacher_weight.detach(), temperature, limit

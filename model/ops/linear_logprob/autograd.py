@@ -1,4 +1,4 @@
-"""Backward of the fused log-probability: by chunks of the vocabulary, two matrix products each."""
+"""The fused log-probability under autograd: fast or with a sampler's bits forward, one way backward."""
 
 from typing import Any
 
@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from model.ops.exact_linear import exact_linear
 from model.ops.linear_logprob.triton import COLUMNS, forward, logit_gradients
+from model.ops.logit_tiles import input_gradients
 
-# Elements of one chunk of logit gradients (bf16): 335 MB.
-_CHUNK_ELEMENTS = 8192 * 20480
+# Logits that the exact forward holds at once: 512 MB.
+_EXACT_ELEMENTS = 1 << 27
 
 
 class LinearLogprob(torch.autograd.Function):
@@ -17,38 +19,45 @@ class LinearLogprob(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, exact: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Keep the inputs and two numbers a row."""
         hidden, weight = hidden.contiguous(), weight.contiguous()
-        logprob, entropy, lse = forward(hidden, weight, labels, temperature=temperature)
+        run = exact_forward if exact else forward
+        logprob, entropy, lse, correct = run(hidden, weight, labels, temperature=temperature)
         ctx.save_for_backward(hidden, weight, labels, lse, entropy)
         ctx.temperature = temperature
-        return logprob, entropy
+        ctx.mark_non_differentiable(correct)
+        return logprob, entropy, correct
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprob: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of hidden and weight."""
         hidden, weight, labels, lse, entropy = ctx.saved_tensors
-        chunk = max(COLUMNS, min(_CHUNK_ELEMENTS // len(hidden), len(weight)) // COLUMNS * COLUMNS)
-        buffer = torch.empty((len(hidden), chunk), dtype=hidden.dtype, device=hidden.device)
-        grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-        grad_weight = torch.empty_like(weight)
-        for start in range(0, len(weight), chunk):
-            columns = slice(start, min(start + chunk, len(weight)))
-            grad = logit_gradients(
-                hidden,
-                weight,
-                labels,
-                lse,
-                entropy,
-                grad_logprob.contiguous(),
-                grad_entropy.contiguous(),
-                temperature=ctx.temperature,
-                columns=columns,
-                out=buffer,
-            )
-            torch.mm(grad.T, hidden, out=grad_weight[columns])
-            grad_hidden += grad @ weight[columns]
-        return grad_hidden.to(hidden.dtype), grad_weight, None, None
+        rows = labels, lse, entropy, grads[0].contiguous(), grads[1].contiguous()
+
+        def gradients(words: slice, out: Tensor) -> Tensor:
+            return logit_gradients(hidden, weight, *rows, temperature=ctx.temperature, columns=words, out=out)
+
+        return *input_gradients(hidden, weight, COLUMNS, gradients), None, None, None
+
+
+def exact_forward(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, temperature: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As the kernel's `forward`, by the very steps of a sampler in exact mode, a chunk of rows at a time."""
+    out = torch.empty((3, len(hidden)), dtype=torch.float32, device=hidden.device)
+    correct = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
+    rows = max(1, _EXACT_ELEMENTS // len(weight))
+    for start in range(0, len(hidden), rows):
+        part = slice(start, start + rows)
+        label = labels[part, None]
+        scaled = exact_linear(hidden[part], weight, dtype=torch.float32) / temperature
+        logp = torch.log_softmax(scaled, -1)
+        chosen = logp.gather(1, label)
+        out[0, part] = chosen[:, 0]
+        out[1, part] = -(logp.exp() * logp).sum(-1)
+        out[2, part] = (scaled.gather(1, label) - chosen)[:, 0]
+        correct[part] = logp.argmax(1) == label[:, 0]
+    return out[0], out[1], out[2], correct

@@ -1,8 +1,4 @@
-"""Logit tiles that never leave the chip: per tile a maximum, a sum, sum of p * logit and the label's logit.
-
-Operands come through the tensor memory accelerator; tiles and their order are fixed, so a row's bits do not
-depend on how many rows there are.
-"""
+"""Logit tiles that never leave the chip: a tile's maximum, sum, sum of p * logit, and the label's logit."""
 
 # Kernels are written in Triton's language, which Python's types do not describe.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -12,39 +8,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from model.ops.tile import LN2, LOG2E, MASKED, operand, round_bf16
+from model.ops.logit_tiles import ROWS, TILES, descriptors, logit_tile, raised
+from model.ops.tile import LN2, LOG2E, MASKED, round_bf16
 
-ROWS, COLUMNS, DEPTH, GROUP = 128, 256, 64, 8
-
-
-@triton.jit
-def logit_tile(
-    hidden,
-    weight,
-    count,
-    tiles,
-    first_column,
-    K: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """One [ROWS, COLUMNS] tile of hidden @ weight.T; GROUP row tiles in turn share a column tile."""
-    program = tl.program_id(0)
-    row_tiles = (count + ROWS - 1) // ROWS
-    group = program // (GROUP * tiles)
-    size = tl.minimum(row_tiles - group * GROUP, GROUP)
-    row_tile = group * GROUP + program % (GROUP * tiles) % size
-    column_tile = program % (GROUP * tiles) // size
-    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for k in tl.range(0, K, DEPTH):
-        x = operand(hidden.load([row_tile * ROWS, k]))
-        w = operand(weight.load([first_column + column_tile * COLUMNS, k]))
-        acc = tl.dot(x, tl.trans(w), acc)
-    return acc, row_tile, column_tile
+COLUMNS = 256
 
 
 @triton.jit
@@ -56,6 +24,7 @@ def _partials(
     sums,
     products,
     label_logits,
+    firsts,
     count,
     vocabulary,
     tiles,
@@ -78,33 +47,59 @@ def _partials(
     at = column_tile * count + r
     tl.store(tops + at, top, mask=inside)
     tl.store(sums + at, tl.sum(e, 1), mask=inside)
-    tl.store(products + at, tl.sum(tl.where((c < vocabulary)[None, :], e * z, 0.0), 1), mask=inside)
+    tl.store(products + at, tl.sum(e * z, 1), mask=inside)
     hit = (label >= column_tile * COLUMNS) & (label < column_tile * COLUMNS + COLUMNS)
     chosen = tl.sum(tl.where(c[None, :] == label[:, None], z, 0.0), 1)
     tl.store(label_logits + r, chosen, mask=inside & hit)
+    # A branch that few tiles take, and that leaves the registers of all before it alone.
+    likeliest = inside & hit & (chosen == top)
+    if tl.max(likeliest.to(tl.int32), 0) > 0:
+        tl.store(firsts + r, column_tile * COLUMNS + tl.argmax(z, 1), mask=likeliest)
 
 
 @triton.jit
-def _reduce(tops, sums, products, label_logits, lse, logprob, entropy, count, tiles, BLOCK: tl.constexpr):
-    """Merge the column tiles of each row in order."""
+def _reduce(
+    labels,
+    tops,
+    sums,
+    products,
+    label_logits,
+    firsts,
+    lse,
+    logprob,
+    entropy,
+    correct,
+    count,
+    tiles,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Merge the column tiles of each row in order.
+
+    The label is the likeliest word when it is the first of the largest of its tile (`firsts`, which holds
+    anything where it is not the largest), larger than all of the tiles before and no smaller than the rest.
+    """
     r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = r < count
     top = tl.full((BLOCK,), MASKED, tl.float32)
+    label = tl.load(labels + r, mask=inside, other=0)
+    before = tl.full((BLOCK,), MASKED, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     product = tl.zeros((BLOCK,), tl.float32)
     for v in tl.range(0, tiles):
         at = v * count + r
         m = tl.load(tops + at, mask=inside, other=0.0)
-        raised = tl.maximum(top, m)
-        old = tl.exp2((top - raised) * LOG2E)
-        new = tl.exp2((m - raised) * LOG2E)
+        before = tl.where(v < label // COLUMNS, tl.maximum(before, m), before)
+        top, old, new = raised(top, m)
         total = total * old + tl.load(sums + at, mask=inside, other=1.0) * new
         product = product * old + tl.load(products + at, mask=inside, other=0.0) * new
-        top = raised
     value = top + tl.log2(total) * LN2
     tl.store(lse + r, value, mask=inside)
-    tl.store(logprob + r, tl.load(label_logits + r, mask=inside, other=0.0) - value, mask=inside)
+    chosen = tl.load(label_logits + r, mask=inside, other=0.0)
+    tl.store(logprob + r, chosen - value, mask=inside)
     tl.store(entropy + r, value - product / total, mask=inside)
+    first = tl.load(firsts + r, mask=inside, other=0) == label
+    tl.store(correct + r, first & (chosen == top) & (chosen > before), mask=inside)
 
 
 @triton.jit
@@ -153,58 +148,48 @@ def _logit_gradients(
     )
 
 
-_TILES = {"ROWS": ROWS, "COLUMNS": COLUMNS, "DEPTH": DEPTH, "GROUP": GROUP, "num_warps": 8, "num_stages": 4}
-
-
-def _descriptors(hidden: Tensor, weight: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
-    width = hidden.shape[1]
-    if width % DEPTH:
-        raise ValueError(f"the hidden width must be a multiple of {DEPTH}, got {width}")
-    return (
-        TensorDescriptor.from_tensor(hidden, [ROWS, DEPTH]),
-        TensorDescriptor.from_tensor(weight, [COLUMNS, DEPTH]),
-    )
-
-
 def forward(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities, entropies and log-sum-exp, each [T] fp32."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probabilities, entropies and log-sum-exp, [T] fp32; whether the label is likeliest, [T] bool."""
     count, width = hidden.shape
-    vocabulary = len(weight)
-    tiles = triton.cdiv(vocabulary, COLUMNS)
-    partial = torch.empty((3, tiles, count), dtype=torch.float32, device=hidden.device)
+    tiles = triton.cdiv(len(weight), COLUMNS)
     out = torch.empty((4, count), dtype=torch.float32, device=hidden.device)
-    x, w = _descriptors(hidden, weight)
+    correct = torch.empty(count, dtype=torch.bool, device=hidden.device)
+    if not count:
+        return out[0], out[1], out[2], correct
+    partial = torch.empty((3, tiles, count), dtype=torch.float32, device=hidden.device)
+    firsts = torch.empty(count, dtype=torch.int32, device=hidden.device)
     _partials[(triton.cdiv(count, ROWS) * tiles,)](
-        x,
-        w,
+        *descriptors(hidden, weight, COLUMNS),
         labels,
-        partial[0],
-        partial[1],
-        partial[2],
+        *partial,
         out[3],
+        firsts,
         count,
-        vocabulary,
+        len(weight),
         tiles,
         1.0 / temperature,
         K=width,
-        **_TILES,
+        COLUMNS=COLUMNS,
+        **TILES,
     )
     _reduce[(triton.cdiv(count, 64),)](
-        partial[0],
-        partial[1],
-        partial[2],
+        labels,
+        *partial,
         out[3],
+        firsts,
         out[2],
         out[0],
         out[1],
+        correct,
         count,
         tiles,
         BLOCK=64,
+        COLUMNS=COLUMNS,
         num_warps=2,
     )
-    return out[0], out[1], out[2]
+    return out[0], out[1], out[2], correct
 
 
 def logit_gradients(
@@ -224,10 +209,10 @@ def logit_gradients(
     count, width = hidden.shape
     size = columns.stop - columns.start
     tiles = triton.cdiv(size, COLUMNS)
-    x, w = _descriptors(hidden, weight)
+    if not count:
+        return out[:, :size]
     _logit_gradients[(triton.cdiv(count, ROWS) * tiles,)](
-        x,
-        w,
+        *descriptors(hidden, weight, COLUMNS),
         labels,
         lse,
         entropy,
@@ -241,6 +226,7 @@ def logit_gradients(
         out.stride(0),
         1.0 / temperature,
         K=width,
-        **_TILES,
+        COLUMNS=COLUMNS,
+        **TILES,
     )
     return out[:, :size]

@@ -6,16 +6,10 @@ Logits of both exist a tile at a time, in registers, in the forward and again in
 from torch import Tensor
 
 from model.ops.dispatch import use_kernel
+from model.ops.linear_logprob import DEPTH, serves
 from model.ops.linear_reverse_kl import reference
 
-__all__ = ["linear_reverse_kl", "serves"]
-
-_DEPTH = 64
-
-
-def serves(*tensors: Tensor) -> bool:
-    """Whether the kernel takes these hidden states and heads: bf16, of widths that are multiples of 64."""
-    return all(str(x.dtype) == "torch.bfloat16" and x.shape[1] % _DEPTH == 0 for x in tensors)
+__all__ = ["linear_reverse_kl"]
 
 
 def linear_reverse_kl(
@@ -55,7 +49,7 @@ def linear_reverse_kl(
     if use_kernel("linear_reverse_kl", hidden):
         if not serves(hidden, weight, other, head):
             raise ValueError(
-                f"the kernel takes bf16 and widths in multiples of {_DEPTH}, got "
+                f"the kernel takes bf16 and widths in multiples of {DEPTH}, got "
                 f"{hidden.dtype} {hidden.shape[1]} and {other.dtype} {other.shape[1]}"
             )
         from model.ops.linear_reverse_kl.autograd import LinearReverseKL

@@ -7,9 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from model.ops.linear_reverse_kl.triton import COLUMNS, forward, logit_gradients
-
-# Elements of one chunk of logit gradients (bf16): 335 MB.
-_CHUNK_ELEMENTS = 8192 * 20480
+from model.ops.logit_tiles import input_gradients
 
 
 class LinearReverseKL(torch.autograd.Function):
@@ -31,23 +29,11 @@ class LinearReverseKL(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of hidden and weight."""
         hidden, weight, other, head, kl, own, theirs = ctx.saved_tensors
-        rows = max(1, len(hidden))
-        chunk = max(COLUMNS, min(_CHUNK_ELEMENTS // rows, len(weight)) // COLUMNS * COLUMNS)
-        buffer = torch.empty((len(hidden), chunk), dtype=hidden.dtype, device=hidden.device)
-        grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-        grad_weight = torch.empty_like(weight)
-        for start in range(0, len(weight), chunk):
-            columns = slice(start, min(start + chunk, len(weight)))
-            part = logit_gradients(
-                hidden,
-                weight,
-                other,
-                head,
-                (kl, own, theirs, grad.contiguous()),
-                temperature=ctx.temperature,
-                columns=columns,
-                out=buffer,
+        rows = kl, own, theirs, grad.contiguous()
+
+        def gradients(words: slice, out: Tensor) -> Tensor:
+            return logit_gradients(
+                hidden, weight, other, head, rows, temperature=ctx.temperature, columns=words, out=out
             )
-            torch.mm(part.T, hidden, out=grad_weight[columns])
-            grad_hidden += part @ weight[columns]
-        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None
+
+        return *input_gradients(hidden, weight, COLUMNS, gradients), None, None, None

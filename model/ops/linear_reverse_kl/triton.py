@@ -1,7 +1,6 @@
 """Logit tiles of student and teacher side by side: per tile two maxima, two sums and sum of p * gap.
 
-Two accumulators of 128 x 128 share the registers that one of 128 x 256 takes in `linear_logprob`. Tiles and
-their order are fixed, so a row's bits do not depend on how many rows there are.
+Two accumulators of 128 x 128 share the registers that one of 128 x 256 takes in `linear_logprob`.
 """
 
 # Kernels are written in Triton's language, which Python's types do not describe.
@@ -12,12 +11,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from model.ops.linear_logprob.triton import logit_tile
+from model.ops.logit_tiles import ROWS, TILES, descriptors, logit_tile, raised
 from model.ops.tile import LN2, LOG2E, MASKED, round_bf16
 
-ROWS, COLUMNS, DEPTH, GROUP = 128, 128, 64, 8
+COLUMNS = 128
 
 
 @triton.jit
@@ -71,18 +69,11 @@ def _reduce(partial, kl, lse, lse_other, count, tiles, BLOCK: tl.constexpr):
     size = tl.cast(tiles, tl.int64) * count
     for v in tl.range(0, tiles):
         at = partial + tl.cast(v, tl.int64) * count + r
-        m = tl.load(at, mask=inside, other=0.0)
-        raised = tl.maximum(top, m)
-        old = tl.exp2((top - raised) * LOG2E)
-        new = tl.exp2((m - raised) * LOG2E)
+        top, old, new = raised(top, tl.load(at, mask=inside, other=0.0))
         total = total * old + tl.load(at + size, mask=inside, other=1.0) * new
         gap = gap * old + tl.load(at + 2 * size, mask=inside, other=0.0) * new
-        top = raised
-        m = tl.load(at + 3 * size, mask=inside, other=0.0)
-        raised = tl.maximum(top_other, m)
-        new = tl.load(at + 4 * size, mask=inside, other=1.0) * tl.exp2((m - raised) * LOG2E)
-        total_other = total_other * tl.exp2((top_other - raised) * LOG2E) + new
-        top_other = raised
+        top_other, old, new = raised(top_other, tl.load(at + 3 * size, mask=inside, other=0.0))
+        total_other = total_other * old + tl.load(at + 4 * size, mask=inside, other=1.0) * new
     own = top + tl.log2(total) * LN2
     theirs = top_other + tl.log2(total_other) * LN2
     tl.store(lse + r, own, mask=inside)
@@ -136,15 +127,6 @@ def _logit_gradients(
     )
 
 
-_TILES = {"ROWS": ROWS, "COLUMNS": COLUMNS, "DEPTH": DEPTH, "GROUP": GROUP, "num_warps": 8, "num_stages": 4}
-
-
-def _descriptors(*tensors: Tensor) -> list[TensorDescriptor]:
-    """Of hidden states and heads, in turn."""
-    rows = (ROWS, COLUMNS) * 2
-    return [TensorDescriptor.from_tensor(x, [n, DEPTH]) for x, n in zip(tensors, rows, strict=True)]
-
-
 def forward(
     hidden: Tensor, weight: Tensor, other: Tensor, head: Tensor, *, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,7 +138,8 @@ def forward(
     tiles = triton.cdiv(vocabulary, COLUMNS)
     partial = torch.empty((5, tiles, count), dtype=torch.float32, device=hidden.device)
     _partials[(triton.cdiv(count, ROWS) * tiles,)](
-        *_descriptors(hidden, weight, other, head),
+        *descriptors(hidden, weight, COLUMNS),
+        *descriptors(other, head, COLUMNS),
         partial,
         count,
         vocabulary,
@@ -164,7 +147,8 @@ def forward(
         1.0 / temperature,
         K=hidden.shape[1],
         K_OTHER=other.shape[1],
-        **_TILES,
+        COLUMNS=COLUMNS,
+        **TILES,
     )
     _reduce[(triton.cdiv(count, 64),)](partial, out[0], out[1], out[2], count, tiles, BLOCK=64, num_warps=2)
     return out[0], out[1], out[2]
@@ -190,7 +174,8 @@ def logit_gradients(
         return out[:, :size]
     tiles = triton.cdiv(size, COLUMNS)
     _logit_gradients[(triton.cdiv(count, ROWS) * tiles,)](
-        *_descriptors(hidden, weight, other, head),
+        *descriptors(hidden, weight, COLUMNS),
+        *descriptors(other, head, COLUMNS),
         *rows,
         out,
         count,
@@ -201,6 +186,7 @@ def logit_gradients(
         1.0 / temperature,
         K=hidden.shape[1],
         K_OTHER=other.shape[1],
-        **_TILES,
+        COLUMNS=COLUMNS,
+        **TILES,
     )
     return out[:, :size]

@@ -6,6 +6,9 @@ import torch
 from benchmarks import kernel_data as data
 from benchmarks.kernel_data import SCALE, WIDTH, WINDOW
 from benchmarks.kernel_timing import error
+from model.choices import truncated_logprobs
+from model.layers.exact import exact_mode
+from model.layers.linear import wide_linear
 from model.ops.dispatch import paths, reference_only
 from model.ops.hyper_boundary import hyper_boundary
 from model.ops.hyper_boundary import reference as boundary
@@ -165,23 +168,56 @@ def test_indexer(dtype):
     assert (got == expected).float().mean() > (0.999 if dtype == torch.bfloat16 else 0.97)
 
 
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize(("count", "vocabulary", "width"), [(1, 1000, 64), (300, 5001, 256), (129, 64, 5120)])
-def test_linear_logprob(count, vocabulary, width):
+def test_linear_logprob(count, vocabulary, width, exact):
     hidden = data.normal(count, width).requires_grad_()
     weight = data.normal(vocabulary, width, scale=2 * width**-0.5).requires_grad_()
     labels = torch.randint(0, vocabulary, (count,), device="cuda")
-    grads = torch.randn(count, device="cuda"), torch.randn(count, device="cuda")
-    got = linear_logprob(hidden, weight, labels, temperature=0.8)
-    gradients = torch.autograd.grad(got, (hidden, weight), grads)
     wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    labels[::2] = (wide[0] @ wide[1].T).argmax(1)[::2]
+    grads = torch.randn(count, device="cuda"), torch.randn(count, device="cuda")
+
+    def run():
+        got = linear_logprob(hidden, weight, labels, temperature=0.8, exact=exact)
+        return got, torch.autograd.grad(got[:2], (hidden, weight), grads)
+
+    got, gradients = run()
+    assert paths()["linear_logprob"] == "triton"
     with reference_only():
         expected = linear_logprob(*wide, labels, temperature=0.8)
-    for a, b in zip(got, expected, strict=True):
+    for a, b in zip(got[:2], expected[:2], strict=True):
         torch.testing.assert_close(a.double(), b, atol=1e-4, rtol=1e-5)
-    for a, b in zip(gradients, torch.autograd.grad(expected, wide, [g.double() for g in grads]), strict=True):
+    assert torch.equal(got[2], expected[2]) and got[2][::2].all() and not got[2][1::2].any()
+    right = torch.autograd.grad(expected[:2], wide, [g.double() for g in grads])
+    for a, b in zip(gradients, right, strict=True):
         assert error(a, b) < 8e-3
-    alone = linear_logprob(hidden[:1], weight, labels[:1], temperature=0.8)
+    alone = linear_logprob(hidden[:1], weight, labels[:1], temperature=0.8, exact=exact)
     assert all(torch.equal(a, b[:1]) for a, b in zip(alone, got, strict=True))
+    for _ in range(4):
+        again = run()
+        assert all(torch.equal(a, b) for a, b in zip(sum(again, ()), sum((got, gradients), ()), strict=True))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_of_equally_likely_words_the_first_is_the_likeliest(exact):
+    hidden, weight = torch.ones(5, 64, device="cuda"), torch.zeros(600, 64, device="cuda")
+    weight[[3, 9, 270, 599], 0] = 1  # two in one tile, and one in each of two others
+    labels = torch.tensor([3, 9, 270, 599, 0], device="cuda")
+    for sign, right in ((1, [True, False, False, False, False]), (-1, [False, False, False, False, True])):
+        *_, correct = linear_logprob(hidden.bfloat16(), sign * weight.bfloat16(), labels, exact=exact)
+        assert correct.tolist() == right
+
+
+def test_exact_log_probabilities_are_the_samplers():
+    hidden, weight = data.normal(301, 256), data.normal(5001, 256, scale=0.2)
+    labels = torch.randint(0, 5001, (301,), device="cuda")
+    logprob, _, _ = linear_logprob(hidden, weight, labels, temperature=0.7, exact=True)
+    for part in (slice(0, 1), slice(7, 8), slice(40, 301)):
+        with exact_mode(True):
+            logits = wide_linear(hidden[part], weight) / 0.7
+        sampled = truncated_logprobs(logits, None).gather(1, labels[part, None])[:, 0]
+        assert torch.equal(logprob[part], sampled)
 
 
 @pytest.mark.parametrize("kind", ["main", "index", "window"])

@@ -120,16 +120,20 @@ def test_linear_logprob(interpreted):
     hidden, weight = torch.randn(count, width).bfloat16(), (torch.randn(vocabulary, width) * 0.3).bfloat16()
     labels = torch.randint(0, vocabulary, (count,))
     module = "model.ops.linear_logprob.triton"
-    value, entropy, lse = interpreted(module, "forward", hidden, weight, labels, temperature=temperature)
+    labels[::2] = (hidden.float() @ weight.float().T).argmax(1)[::2]
+    value, entropy, lse, correct = interpreted(
+        module, "forward", hidden, weight, labels, temperature=temperature
+    )
     logits = (hidden.double() @ weight.double().T).requires_grad_()
     expected = logprob.linear_logprob(
         logits, torch.eye(vocabulary, dtype=torch.float64), labels, temperature=temperature
     )
     torch.testing.assert_close(value.double(), expected[0].detach(), atol=1e-5, rtol=0)
     torch.testing.assert_close(entropy.double(), expected[1].detach(), atol=1e-5, rtol=0)
+    assert correct.tolist() == expected[2].tolist() and correct[::2].all() and not correct.all()
 
     grads = torch.randn(count), torch.randn(count)
-    (gradient,) = torch.autograd.grad(expected, logits, [g.double() for g in grads])
+    (gradient,) = torch.autograd.grad(expected[:2], logits, [g.double() for g in grads])
     for columns in (slice(0, 256), slice(256, 300)):
         got = interpreted(
             module,
@@ -140,6 +144,17 @@ def test_linear_logprob(interpreted):
             out=torch.empty(count, 256, dtype=torch.bfloat16),
         )
         assert _error(got, gradient[:, columns]) < 4e-3
+
+
+def test_of_equally_likely_words_the_first_is_the_likeliest(interpreted):
+    hidden, weight = torch.ones(5, 64).bfloat16(), torch.zeros(600, 64).bfloat16()
+    weight[[3, 9, 270, 599], 0] = 1  # two in one tile, and one in each of two others
+    labels = torch.tensor([3, 9, 270, 599, 0])
+    module = "model.ops.linear_logprob.triton"
+    *_, correct = interpreted(module, "forward", hidden, weight, labels, temperature=1.0)
+    assert correct.tolist() == [True, False, False, False, False]
+    *_, none = interpreted(module, "forward", hidden, -weight, labels, temperature=1.0)
+    assert none.tolist() == [False, False, False, False, True]
 
 
 @pytest.mark.parametrize("kind", ["main", "index", "window"])

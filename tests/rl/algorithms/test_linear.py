@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.choices import SamplingMask
+from model.ops.dispatch import fused_everywhere
 from rl.algorithms.linear import linear_logprobs, linear_reverse_kl
 from rl.algorithms.opd import reverse_kl, sampled_advantages
 
@@ -124,3 +125,24 @@ def test_sampled_advantages():
     advantages = sampled_advantages(torch.zeros(6), student, mask)
     assert advantages.tolist() == [1, 1, 1, 0, 0, 0] and not advantages.requires_grad
     assert not sampled_advantages(student, student, mask).any()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_on_a_card_the_fused_operation_serves_what_no_mask_truncates(masked):
+    (hidden, weight, _, _), labels = leaves(3, 9, width=64, dtype=torch.bfloat16)
+    allowed = torch.ones(9, 11, dtype=torch.bool)
+    allowed[1, (labels[1] + 1) % 11] = False
+    mask = SamplingMask.of_allowed(allowed) if masked else None
+    ours = linear_logprobs(hidden, weight, labels, temperature=0.7, mask=mask)
+    with fused_everywhere():
+        fused = linear_logprobs(hidden, weight, labels, temperature=0.7, mask=mask)
+    for a, b in zip(fused[:2], ours[:2], strict=True):
+        torch.testing.assert_close(a, b)
+    assert torch.equal(fused[2], ours[2])
+    assert (fused[0].grad_fn is not None) and (type(fused[0].grad_fn) is type(ours[0].grad_fn)) == masked
+    for a, b in zip(
+        torch.autograd.grad(fused[0].sum() + fused[1].sum(), (hidden, weight)),
+        torch.autograd.grad(ours[0].sum() + ours[1].sum(), (hidden, weight)),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, atol=1e-2, rtol=2e-2)
