@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -26,3 +29,20 @@ def publish(partial: Path, out: Path) -> None:
             sync(path)
     partial.replace(out)
     sync(out.parent)
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder to fill, which gets the name `out` when the block ends; after an error nothing is left of it.
+
+    Raises:
+        OSError: There is a folder with something in it, or nothing can be written.
+    """
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        publish(partial, out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

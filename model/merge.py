@@ -21,7 +21,7 @@ from model.checkpoint_files import INDEX, ShardReader
 from model.checkpoint_names import Storage, scale_name, storage
 from model.checkpoint_writer import ShardWriter
 from model.config import PolicyConfig
-from model.durable import publish
+from model.durable import new_folder
 
 PROVENANCE = "merge.json"
 _SHARD_BYTES = 4 << 30
@@ -75,23 +75,18 @@ def merge_checkpoints(sources: Sequence[Source], out: Path, *, shard_bytes: int 
     readers = [ShardReader.of_folder(source.folder) for source in sources]
     names = _same_names(sources, readers, config)
     products = torch.zeros(2, len(sources), dtype=torch.float64)
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir(parents=True)
-        with ShardWriter(partial, shard_bytes) as writer:
-            for name in names:
-                _write(writer, name, _average(name, sources, readers, config, products), config)
-            writer.finish()
-        for other in others:
-            shutil.copyfile(sources[0].folder / other, partial / other)
-        record = [asdict(source) | {"folder": str(source.folder)} for source in sources]
-        (partial / PROVENANCE).write_text(json.dumps(record, indent=1))
-        publish(partial, out)
+        with new_folder(out) as partial:
+            with ShardWriter(partial, shard_bytes) as writer:
+                for name in names:
+                    _write(writer, name, _average(name, sources, readers, config, products), config)
+                writer.finish()
+            for other in others:
+                shutil.copyfile(sources[0].folder / other, partial / other)
+            record = [asdict(source) | {"folder": str(source.folder)} for source in sources]
+            (partial / PROVENANCE).write_text(json.dumps(record, indent=1))
     except OSError as error:
         raise MergeError(f"{out} cannot be written ({error.strerror}); give another folder") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     dots, squares = products.tolist()
     sizes = [math.sqrt(squares[0] * square) for square in squares]
     cosines = [dot / size if size else 0.0 for dot, size in zip(dots, sizes, strict=True)]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from model.chat import ChatFormat, NanoChat, load_chat
 from model.checkpoint import read_config
-from model.durable import publish
+from model.durable import new_folder
 from model.hf.folder import is_hf_folder, open_hf, save_hf
 from rl.evals.target import Target, TargetError
 from rl.watch.jsonl import FILE_NAME, Row, read_rows
@@ -50,16 +50,11 @@ def export(target: Target, out: Path) -> list[str]:
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise TargetError(f"{out} is there already: give a new folder")
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir(parents=True)
-        lines = _write(target, partial)
-        publish(partial, out)
+        with new_folder(out) as partial:
+            lines = _write(target, partial)
     except OSError as error:
         raise TargetError(f"{out} cannot be written ({error}): make room, or give another folder") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return [*lines, str(out)]
 
 

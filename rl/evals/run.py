@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from model.durable import publish
+from model.durable import new_folder
 from rl.evals.picture import draw_quality
 from rl.evals.plan import EvalPlan, Identity, PlanError, make_plan
 from rl.evals.prices import Prices, load_prices
@@ -108,19 +108,14 @@ def begin(settings: EvalSettings, target: Target) -> Evaluation:
             f"{folder} exists; if it is an evaluation, `temper eval {folder}` goes on with it; else give "
             "another out="
         )
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir(parents=True)
-        pin(target, partial / _PINNED)
-        write_atomically(partial / PLAN, json.dumps(_stored(plan), indent=1))
-        if digest_of(partial / _PINNED) != digest:
-            raise PlanError(f"{target.name} changed while it was being linked; ask for it again")
-        publish(partial, folder)
+        with new_folder(folder) as partial:
+            pin(target, partial / _PINNED)
+            write_atomically(partial / PLAN, json.dumps(_stored(plan), indent=1))
+            if digest_of(partial / _PINNED) != digest:
+                raise PlanError(f"{target.name} changed while it was being linked; ask for it again")
     except OSError as error:
         raise PlanError(f"{folder} cannot be written ({error.strerror}); give another out=") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return Evaluation(plan, folder, prices)
 
 
