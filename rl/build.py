@@ -105,8 +105,8 @@ async def open_generator(
         async with open_vllm_generator(config, log, token_log, fleet_state, owner) as generator:
             yield generator
         return
-    net, chat = shared or policy(config), chat_format(config)
-    net.fake_quant, net.exact = config.trainer.fake_quant, config.model.exact
+    net, chat = shared or policy(config).to(config.engine_device), chat_format(config)
+    net.fake_quant, net.exact = config.trainer.fake_quant, config.exactness.on
     prefixes = open_prefixes(
         config.engine.prefix_store,
         config.engine.prefix,
@@ -176,8 +176,8 @@ class Helper:
 async def open_helper(config: RunConfig, role: Literal["prefill", "encode"]) -> AsyncIterator[Helper]:
     """Opens a process that computes prompts, or encodes images, for the generators."""
     use_threads(config.launcher.generator_threads)
-    net = policy(config)
-    net.fake_quant, net.exact = config.trainer.fake_quant, config.model.exact
+    net = policy(config).to(config.engine_device)
+    net.fake_quant, net.exact = config.trainer.fake_quant, config.exactness.on
     engine = NativeEngine(
         net,
         max_requests=config.engine.max_requests,

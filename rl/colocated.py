@@ -129,7 +129,7 @@ async def open_colocated(
 ) -> AsyncIterator[Colocated]:
     """Opens a process that trains and generates in turns."""
     learner = Learner(config, checkpoints)
-    net = build.policy(config)
+    net = build.policy(config).to(config.engine_device)
     share_tensors(net, learner.policy)
     async with build.open_generator(config, token_log, fleet_state, owner, net) as generator:
         engine = generator.engine

@@ -25,6 +25,11 @@ CHUNK_ELEMENTS = 1 << 24
 """Logits held at once: 64 MiB in float32."""
 
 
+def fuses(hidden: Tensor, weight: Tensor, mask: SamplingMask | None = None) -> bool:
+    """Whether a kernel computes `linear_logprobs`, so that not even a small batch needs logits."""
+    return mask is None and served(hidden) and serves(hidden, weight)
+
+
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -52,7 +57,7 @@ def linear_logprobs(
         Log-probabilities of the labels [m] (-inf for a label outside its mask), entropies in nats [m], both
         float32, and whether the label is the most likely token, bool [m].
     """
-    if mask is None and served(hidden) and serves(hidden, weight):
+    if fuses(hidden, weight, mask):
         return fused_logprob(hidden, weight, labels, temperature=temperature, exact=exact)
     return _LinearLogprobs.apply(hidden, weight, labels, temperature, mask, exact, limit)  # type: ignore[no-any-return]
 

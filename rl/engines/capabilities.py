@@ -83,7 +83,7 @@ def _needs(config: RunConfig) -> Iterator[tuple[str, str]]:
         ("block_scales", engine.scales_every > 0, f"engine.scales_every={engine.scales_every} (set 0)"),
         ("sampling_mask", engine.top_p < 1, f"engine.top_p={engine.top_p:g} (set 1)"),
         ("sampling_mask", engine.top_k > 0, f"engine.top_k={engine.top_k} (set 0)"),
-        ("exact", config.model.exact, "model.exact=true (set false)"),
+        ("exact", config.model.exact is True, "model.exact=true (set auto)"),
         ("packed_caches", config.trainer.fake_quant, "trainer.fake_quant=true (set false)"),
         ("expert_ids", choices == "experts", "trainer.replay_choices=experts (set off)"),
         ("selections", choices == "selections", "trainer.replay_choices=selections (set off)"),

@@ -197,7 +197,7 @@ def _of_run(config: RunConfig) -> dict[str, Any]:
         "engine": engine.name,
         "vllm": engine.vllm,
         "fake_quant": config.trainer.fake_quant,
-        "exact": config.model.exact,
+        "exact": config.exactness.on,
         "storage": engine.storage,
         "replay": engine.replay,
         "max_in_flight": engine.max_requests,

@@ -21,6 +21,7 @@ from rl.engines.capabilities import EngineName, check_engine
 from rl.engines.prefixes import PrefixSizes, Tier
 from rl.engines.vllm_settings import VllmSettings
 from rl.launch.config_env import Env
+from rl.launch.config_exact import Device, Exactness, check_exact, exactness
 from rl.launch.config_policy import PolicySection, check_policy
 from rl.launch.inert import refuse_inert
 from rl.launch.section import Section
@@ -59,14 +60,15 @@ class Model(Section):
     Attributes:
         sliding_window: tokens that a window sees, other than the preset's; null keeps the preset's. A
             checkpoint folder has its own.
-        exact: trainer and sampler compute every token's log-probability to the same last bit, whatever is
-            batched, chunked or interrupted; slower (`benchmarks.exact`).
+        exact: trainer and sampler compute a token's log-probability to the same last bit, whatever is
+            batched, chunked or interrupted, where one version of the weights computed its whole context.
+            `auto`: where that costs at most 1.25x: on GPUs by kernels (docs/policy.md).
     """
 
     preset: str = "nano"
     path: str = ""
     sliding_window: int | None = Field(default=None, ge=1)
-    exact: bool = False
+    exact: Literal["auto"] | bool = "auto"
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -267,7 +269,9 @@ class Launcher(Section):
             between GPUs, Gloo between CPUs) between hosts.
         weights_deadline_s: a generator that takes weights no faster is replaced.
         strategy: how processes are put on the nodes of a cluster (Ray's placement strategies).
-        learner_cpus: cores reserved on the learner's node; likewise replica_cpus, learner_gpus, replica_gpus.
+        learner_cpus: cores reserved on the learner's node; likewise replica_cpus.
+        learner_gpus: GPUs reserved likewise; with one the policy is trained on it (by one process).
+        replica_gpus: of each generator, which samples on it.
         placement_deadline_s: how long to wait for reserved resources.
     """
 
@@ -337,6 +341,7 @@ class RunConfig(Section):
         check_policy(self)
         self.rollout.check_group_size(self.algorithm.group_size)
         check_engine(self)
+        check_exact(self)
         self._check_drafter()
         self._check_training()
         if not self.model.path and self.policy.kind == "native":
@@ -358,12 +363,6 @@ class RunConfig(Section):
                 f"trainer.temperature={self.trainer.temperature} and engine.temperature="
                 f"{self.engine.temperature} differ: the trainer would compare with another distribution; set "
                 "engine.temperature only, the other follows"
-            )
-        if self.model.exact and self.rollout.kv_on_update == "keep" and self.rollout.staleness:
-            raise ValueError(
-                "model.exact=true promises the trainer's numbers to the last bit, and "
-                "rollout.kv_on_update=keep goes on with keys that earlier weights computed; set "
-                "rollout.kv_on_update=recompute (or rollout.staleness=0, which updates nothing in flight)"
             )
         if self.run.resume and self.run.clean:
             raise ValueError("run.resume and run.clean exclude each other; give one of them")
@@ -393,6 +392,28 @@ class RunConfig(Section):
             for path in getattr(self.sft, name):
                 if not Path(path).expanduser().exists():
                     raise ValueError(f"sft.{name}: there is no {path} (seen from {Path.cwd()})")
+
+    @property
+    def trainer_device(self) -> Device:
+        """Where the policy is trained: on the learner's GPU if it reserves one."""
+        launcher = self.launcher
+        gpus = launcher.learner_gpus
+        if launcher.placement == "colocated":
+            gpus = max(gpus, launcher.replica_gpus)
+        # Several processes exchange gradients over Gloo, on the host.
+        return "cuda" if gpus and self.trainer.parallel.data == 1 else "cpu"
+
+    @property
+    def engine_device(self) -> Device:
+        """Where it is sampled from: on the generators' GPUs if they reserve some."""
+        if self.launcher.placement == "colocated":
+            return self.trainer_device
+        return "cuda" if self.launcher.replica_gpus else "cpu"
+
+    @property
+    def exactness(self) -> Exactness:
+        """Whether trainer and sampler are exact; what `model.exact` comes to."""
+        return exactness(self)
 
     @property
     def learning_steps(self) -> int:

@@ -65,7 +65,7 @@ def _check_hf(config: RunConfig) -> None:
     if config.policy.lora is not None and not model.path:
         raise ValueError("policy.lora adds adapters to a model that has learned something: give model.path")
     lacks = {
-        "model.exact=true (set false)": model.exact,
+        "model.exact=true (set auto)": model.exact is True,
         f"model.sliding_window={model.sliding_window} (leave it out)": model.sliding_window is not None,
         "trainer.fake_quant=true (set false)": trainer.fake_quant,
         "sft.fake_quant=true (set false)": sft.fake_quant,

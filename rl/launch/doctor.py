@@ -51,7 +51,7 @@ def examine() -> list[Finding]:
         "at least one of the two" if some else "neither Docker nor bubblewrap",
         "get one of the two above",
     )
-    rest: list[Callable[[], Finding]] = [_python, _packages, _torch, _ray, _gpu, _disk, _wandb]
+    rest: list[Callable[[], Finding]] = [_python, _packages, _torch, _ray, _gpu, _exact, _disk, _wandb]
     return [*(look() for look in rest), *boxes, sandbox, *_more_backends()]
 
 
@@ -128,6 +128,17 @@ def _gpu() -> Finding:
             "gpu", False, f"{name}, without Triton: bfloat16 policies do not run", fix, needed=False
         )
     return Finding("gpu", True, f"{name}; bfloat16 policies run on kernels, the log names each", needed=False)
+
+
+def _exact() -> Finding:
+    import torch
+
+    from rl.launch.config_exact import of_device
+
+    found = str(of_device("cpu"))
+    if torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
+        found = f"{of_device('cuda')}, where a run reserves it for a bfloat16 policy; elsewhere {found}"
+    return Finding("model.exact", True, f"auto: {found}", needed=False)
 
 
 def _disk() -> Finding:

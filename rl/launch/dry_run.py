@@ -62,6 +62,8 @@ def _processes(config: RunConfig) -> Iterator[str]:
         f"processes: driver, learner ({launcher.trainer_threads} threads) and generator "
         f"({launcher.generator_threads} threads) on {where}"
     )
+    yield f"policy: trained on {config.trainer_device}, sampled from on {config.engine_device}"
+    yield str(config.exactness)
     yield f"sandboxes: {config.sandbox.backend}, {config.rollout.pool_size} pooled for stateless tools"
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from rl.launch.compose import config_groups, load_config, section_fields, section_of
 from rl.launch.config import RunConfig
 from rl.launch.resume import flat
-from rl.launch.run import as_plain
 
 _HEAD = """\
 # Configuration
@@ -27,7 +26,7 @@ def reference() -> Iterator[str]:
     yield from [*_HEAD.splitlines(), "", "## Presets", "", "| group | presets |", "|---|---|"]
     for group, names in sorted(config_groups().items()):
         yield f"| `{group}` | {', '.join(f'`{name}`' for name in names)} |"
-    tree = as_plain(load_config([]))
+    tree = load_config([]).model_dump(mode="json")
     for section, kind in section_fields(RunConfig).items():
         yield from _section(section, section_of(kind), tree[section])
 

@@ -210,8 +210,10 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def as_plain(config: RunConfig) -> dict[str, Any]:
-    """Returns a configuration as JSON values."""
-    return config.model_dump(mode="json")
+    """Returns a configuration as JSON values; of exact mode, whether it is on."""
+    plain = config.model_dump(mode="json")
+    plain["model"]["exact"] = config.exactness.on
+    return plain
 
 
 def _take(path: Path, attempt: int, found: str) -> RunFolder:

@@ -70,7 +70,8 @@ def _drive(config: RunConfig, folder: RunFolder, changes: Sequence[str]) -> None
     from rl.watch.watch import open_watch
 
     with open_watch(folder, config) as watch:
-        for text in ([f"found {folder.found}"] if folder.found else []) + list(changes):
+        found = [f"found {folder.found}"] if folder.found else []
+        for text in [*found, *changes, str(config.exactness)]:
             watch.note(text)
         outcome = asyncio.run(drive(config, folder, watch))
         watch.phase("draw the curves")

@@ -129,7 +129,7 @@ def _load(options: ServeOptions, source: Source) -> tuple[AnyPolicy, ChatFormat]
     chat = load_chat(source.folder)
     net = open_policy(source.folder).to(options.device)
     net.fake_quant = options.packed or (source.run is not None and source.run.trainer.fake_quant)
-    net.exact = source.run is not None and source.run.model.exact
+    net.exact = source.run is not None and source.run.exactness.on
     count = sum(parameter.numel() for parameter in net.parameters())
     say(f"read {count / 1e6:.1f} million parameters in {time.monotonic() - started:.1f} s")
     return net, chat

@@ -2,7 +2,8 @@
 
 On equal weights they agree to rounding where all of a token's context was computed by the weights that
 sampled it. They differ more where caches of earlier weights were kept, or were lost and computed with other
-windows: so each class has its own figure, and a growing gap names its cause.
+windows: so each class has its own figure, and a growing gap names its cause. Exact mode promises 0 for the
+first class, and nothing for the others.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class ClassGaps:
         self._states.append(states[compared])
 
     def summary(self, ranks: Ranks = ALONE) -> dict[str, float]:
-        """The mean of each class that has tokens, and how many, of all ranks."""
+        """Mean, maximum and number of tokens of each class that has some, of all ranks."""
         parts: list[ClassGaps] = ranks.gather(self)
         gaps = [gap for part in parts for gap in part._gaps]
         if not gaps:
@@ -53,9 +54,10 @@ class ClassGaps:
 
 
 def by_class(gaps: np.ndarray, states: np.ndarray) -> dict[str, float]:
-    """Mean and number of `gaps` [n] by the class of each token, `states` [n]."""
+    """Mean, maximum and number of `gaps` [n] by the class of each token, `states` [n]."""
     found: dict[str, float] = {}
     for state, name in NAMES.items():
         if (own := gaps[states == state]).size:
-            found |= {f"kl.mismatch.{name}": float(own.mean()), f"kl.mismatch.{name}.tokens": float(own.size)}
+            figures = {"": own.mean(), ".max": own.max(), ".tokens": own.size}
+            found |= {f"kl.mismatch.{name}{figure}": float(value) for figure, value in figures.items()}
     return found

@@ -1,7 +1,7 @@
 """One forward pass of a micro-batch, down to the log-probabilities of its trained tokens.
 
-The head is applied only where a token is trained, and in chunks when the logits would be large, so that no
-[T, V] tensor is kept and a token that is not trained has no logits at all.
+The head is applied only where a token is trained, in chunks when the logits would be large, and by a kernel
+on a card: no [T, V] tensor is kept, and a token that is not trained has no logits at all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from model.layers.indexer_loss import Variant
 from model.policies import AnyPolicy
 from model.policy import Policy, PolicyAux
 from model.vision import ImageTokens
-from rl.algorithms.linear import CHUNK_ELEMENTS, linear_logprobs
+from rl.algorithms.linear import CHUNK_ELEMENTS, fuses, linear_logprobs
 from rl.trainers.packing import MicroBatch
 
 
@@ -96,8 +96,8 @@ def head_outputs(
 
     With `mask`, under the distribution that is renormalised over what each of the m tokens could have been.
     """
-    if len(labels) * policy.config.vocab_size > logits_limit:
-        weight: Tensor = policy.head.weight  # pyright: ignore[reportAssignmentType]
+    weight: Tensor = policy.head.weight  # pyright: ignore[reportAssignmentType]
+    if len(labels) * policy.config.vocab_size > logits_limit or fuses(hidden, weight, mask):
         return linear_logprobs(
             hidden,
             weight,

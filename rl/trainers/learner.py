@@ -44,7 +44,7 @@ class Learner:
         self._config, self._ranks = config, ranks
         self._store = CheckpointStore(checkpoints, config.checkpoint.keep, config.checkpoint.keep_every)
         self._chat = build.chat_format(config)
-        self.policy = build.policy(config)
+        self.policy = build.policy(config).to(config.trainer_device)
         if not ranks.alone:
             from rl.trainers.parallel import spread  # torch.distributed takes half a second to import
 
@@ -68,7 +68,7 @@ class Learner:
         """Switches to RL or distillation: quantised caches are simulated from now on, by a new optimiser."""
         build.use_threads(self._config.launcher.trainer_threads)
         self.policy.fake_quant = self._config.trainer.fake_quant
-        self.policy.exact = self._config.model.exact
+        self.policy.exact = self._config.exactness.on
         if self._config.opd.teachers:
             states = self._store.folder.parent / "hidden_states"
             self.opd = Distiller(self.policy, self._config.opd, states, self._ranks)

@@ -51,10 +51,14 @@ class Limits:
 
 @dataclass(slots=True)
 class Alarms:
-    """Checks numbers as they come. `active` holds what is wrong now, by name."""
+    """Checks numbers as they come. `active` holds what is wrong now, by name.
+
+    `exact` says that trainer and sampler are to agree to the last bit.
+    """
 
     limits: Limits = field(default_factory=Limits)
     staleness_bound: int = 1
+    exact: bool = False
     active: dict[str, Alarm] = field(default_factory=dict)
     _streak: dict[str, int] = field(default_factory=dict)
     _history: dict[str, deque[float]] = field(default_factory=dict)
@@ -100,7 +104,8 @@ class Alarms:
             self.limits.queue_empty,
             "of the time the trainer waits for samples; see sys/tok_s.gen and rollout.max_in_flight",
         )
-        news += self._entropy(metrics) + self._mismatch(metrics) + self._grad_norm(metrics)
+        news += self._entropy(metrics) + self._grad_norm(metrics)
+        news += self._mismatch(metrics) + self._inexact(metrics)
         news += self._collapse(metrics)
         news += self._staleness(metrics) + self._evaluation(metrics)
         return news
@@ -162,6 +167,16 @@ class Alarms:
         risen = usual > 1e-4 and value > self.limits.mismatch_rise * usual
         text = f"trainer and sampler differ by {value:.2g} a token (usually {usual:.2g}); equal weights?"
         return self._set("mismatch", value > self.limits.mismatch or risen, text)
+
+    def _inexact(self, metrics: Mapping[str, float]) -> list[str]:
+        value = metrics.get("train/kl.mismatch.own.max")
+        if value is None or not self.exact:
+            return []
+        text = (
+            f"exact mode is on, and trainer and sampler differ by up to {value:.2g} on tokens whose whole "
+            "context is of their own version: do both run on one kind of device and one release of torch?"
+        )
+        return self._set("inexact", value > 0, text)
 
     def _grad_norm(self, metrics: Mapping[str, float]) -> list[str]:
         if (value := metrics.get("train/grad_norm")) is None:

@@ -199,5 +199,5 @@ def open_watch(folder: RunFolder, config: RunConfig) -> Watch:
     log = WandbLog(settings, as_plain(config), screen.note)
     screen.note(f"W&B is {log.mode}; all numbers are in {folder.path / FILE_NAME}")
     stage = "distil" if config.opd.teachers else "reinforce"
-    alarms = Alarms(staleness_bound=config.rollout.staleness)
+    alarms = Alarms(staleness_bound=config.rollout.staleness, exact=config.exactness.on)
     return Watch(folder.path, log, screen, alarms, config.learning_steps, stage)

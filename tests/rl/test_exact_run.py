@@ -7,11 +7,9 @@ from rl.launch.compose import load_config
 from rl.trainers.learner import Learner
 
 
-@pytest.mark.parametrize("exact", [False, True])
-async def test_the_switch_reaches_trainer_and_sampler(exact, tmp_path, monkeypatch):
-    config = load_config(
-        ["experiment=calc", f"model.exact={str(exact).lower()}", "rollout.kv_on_update=recompute"]
-    )
+@pytest.mark.parametrize(("word", "exact"), [("auto", False), ("false", False), ("true", True)])
+async def test_the_switch_reaches_trainer_and_sampler(word, exact, tmp_path, monkeypatch):
+    config = load_config(["experiment=calc", f"model.exact={word}"])
     learner = Learner(config, tmp_path / "checkpoints")
     assert not learner.policy.exact  # demonstrations are compared with no sampler
     learner.begin_learning()

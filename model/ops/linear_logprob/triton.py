@@ -3,6 +3,7 @@
 # Kernels are written in Triton's language, which Python's types do not describe.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportAssignmentType=false
+# pyright: reportOperatorIssue=false
 
 import torch
 import triton

@@ -57,6 +57,16 @@ def test_mismatch_by_size_and_by_rise():
     assert feed(Alarms(), "train/kl.mismatch", [1e-7] * 10 + [6e-6]) == []
 
 
+def test_in_exact_mode_any_difference_on_a_token_of_its_own_version_is_told():
+    own = "train/kl.mismatch.own.max"
+    exact = Alarms(exact=True)
+    assert feed(exact, own, [0.0], **{"train/kl.mismatch.mixed.max": 0.01}) == []
+    (told,) = feed(exact, own, [1e-7])
+    assert told.startswith("warning inexact: exact mode is on") and "1e-07" in told
+    assert feed(exact, own, [0.0]) == ["warning inexact: over"]
+    assert feed(Alarms(), own, [1e-7]) == []
+
+
 def test_gradient_norm_ten_times_the_usual():
     assert len(feed(Alarms(), "train/grad_norm", [1.0] * 10 + [11.0])) == 1
     assert feed(Alarms(), "train/grad_norm", [1.0] * 10 + [9.0]) == []

@@ -1,0 +1,102 @@
+"""A step of reinforcement on a card: engine and trainer on kernels, exact and fast."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.model_gpu_setup import configuration
+from envs.types import (
+    FinishReason,
+    Group,
+    Message,
+    Replay,
+    Role,
+    Score,
+    Status,
+    StopReason,
+    Task,
+    Trajectory,
+    TrajectoryKey,
+    Turn,
+)
+from model.engine.engine import Engine
+from model.engine.requests import Request
+from model.engine.sampler import SamplingParams
+from model.ops.dispatch import paths
+from model.policy import Policy
+from rl.algorithms import AlgorithmConfig
+from rl.rollout.recorded import pack
+from rl.trainers import RLConfig, RLTrainer
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = [list(range(3, 3 + length)) for length in (5, 90, 33, 64)]
+
+
+def sampled_group(policy, version, tokens=40, **sampling):
+    """Four samples of each prompt, rewarded by turns, with all that training has to know of them."""
+    engine = Engine(policy, max_requests=16, max_tokens=160, prefill_tokens=64, storage="packed")
+    engine.set_version(version)
+    prompts = {
+        engine.submit(
+            Request(f"s{i}", PROMPTS[i % 4], SamplingParams(max_tokens=tokens, seed=i, **sampling))
+        ): i
+        for i in range(16)
+    }
+    ended = {}
+    while engine.has_work:
+        ended |= {prompts[f.request_id]: f.turn for f in engine.step().finished}
+    trajectories = [trajectory(i, PROMPTS[i % 4], turn) for i, turn in sorted(ended.items())]
+    return Group(0, Task("task", (Message(Role.USER, "?"),)), 50, "plain", tuple(trajectories))
+
+
+def trajectory(index, prompt, turn):
+    mask = turn.sampling_mask
+    kept = {}
+    if mask is not None:
+        kept = {
+            "kept_counts": pack(np.diff(mask.offsets.cpu()), "u4"),
+            "kept_ids": pack(mask.ids.cpu(), "i4"),
+        }
+    only = Turn(
+        prompt_ids=tuple(prompt),
+        completion_ids=tuple(turn.token_ids.tolist()),
+        logprobs=tuple(turn.logprobs.tolist()),
+        policy_versions=tuple(turn.versions.tolist()),
+        finish=FinishReason.STOP,
+        message=Message(Role.ASSISTANT, ""),
+        replay_starts=turn.replay_starts,
+        replay=Replay(states=pack(turn.states, "u1"), **kept),
+    )
+    return Trajectory(
+        key=TrajectoryKey("task", 50, "plain", 0, index),
+        branches=((only,),),
+        status=Status.FINISHED,
+        stop=StopReason.ANSWER,
+        score=Score(float(index % 3 == 0)),
+    )
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9}])
+def test_in_exact_mode_trainer_and_engine_agree_to_the_last_bit_step_after_step(sampling):
+    narrow = {"hidden_size": 256, "moe_intermediate_size": 128, "q_lora_rank": 128, "o_lora_rank": 64}
+    policy = Policy(replace(configuration(), **narrow))
+    policy.reset_parameters(0)
+    with torch.no_grad():
+        policy.head.weight *= 8  # a distribution that is neither flat nor a point
+    policy.cuda()
+    policy.fake_quant = True
+    config = RLConfig(token_budget=512, replay_choices="off", scales_every=0)
+    trainer = RLTrainer(policy, config, AlgorithmConfig())
+    for exact in (True, False, True):
+        policy.exact = exact
+        before = policy.head.weight.detach().clone()
+        found = trainer.step([sampled_group(policy, trainer.version, **sampling)])
+        assert found["train/kl.mismatch.own.tokens"] == found["train/kl.mismatch.tokens"] > 300
+        assert (found["train/kl.mismatch.own.max"] == 0) == exact
+        assert found["train/kl.mismatch.own"] < 0.02
+        assert not torch.equal(before, policy.head.weight)
+    assert paths()["policy"] == "kernels"
+    assert sampling or paths()["linear_logprob"] == "triton"
