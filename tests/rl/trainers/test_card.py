@@ -27,6 +27,7 @@ from model.engine.sampler import SamplingParams
 from model.ops.dispatch import paths
 from model.policy import Policy
 from rl.algorithms import AlgorithmConfig
+from rl.checkpoint import CheckpointStore
 from rl.rollout.recorded import pack
 from rl.trainers import RLConfig, RLTrainer
 
@@ -79,17 +80,25 @@ def trajectory(index, prompt, turn):
     )
 
 
-@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9}])
-def test_in_exact_mode_trainer_and_engine_agree_to_the_last_bit_step_after_step(sampling):
+def made_policy():
     narrow = {"hidden_size": 256, "moe_intermediate_size": 128, "q_lora_rank": 128, "o_lora_rank": 64}
     policy = Policy(replace(configuration(), **narrow))
     policy.reset_parameters(0)
     with torch.no_grad():
         policy.head.weight *= 8  # a distribution that is neither flat nor a point
-    policy.cuda()
     policy.fake_quant = True
-    config = RLConfig(token_budget=512, replay_choices="off", scales_every=0)
-    trainer = RLTrainer(policy, config, AlgorithmConfig())
+    return policy.cuda()
+
+
+def made_trainer(policy, scales_every=0):
+    config = RLConfig(token_budget=512, replay_choices="off", scales_every=scales_every)
+    return RLTrainer(policy, config, AlgorithmConfig())
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9}])
+def test_in_exact_mode_trainer_and_engine_agree_to_the_last_bit_step_after_step(sampling):
+    policy = made_policy()
+    trainer = made_trainer(policy)
     for exact in (True, False, True):
         policy.exact = exact
         before = policy.head.weight.detach().clone()
@@ -100,3 +109,23 @@ def test_in_exact_mode_trainer_and_engine_agree_to_the_last_bit_step_after_step(
         assert not torch.equal(before, policy.head.weight)
     assert paths()["policy"] == "kernels"
     assert sampling or paths()["linear_logprob"] == "triton"
+
+
+def test_a_checkpoint_goes_on_on_a_card(tmp_path):
+    policy = made_policy()
+    trainer = made_trainer(policy, scales_every=1)
+    first = trainer.step([sampled_group(policy, 0)])
+    assert any(name.startswith("quant/train/") for name in first)
+    store = CheckpointStore(tmp_path)
+    store.save(1, {"policy": dict(policy.state_dict()), "trainer": trainer.state_dict()})
+    group = sampled_group(policy, 1)
+    trainer.step([group])
+
+    other = made_policy()
+    again = made_trainer(other, scales_every=1)
+    state = store.latest().load_state()
+    other.load_state_dict(state["policy"])
+    again.load_state_dict(state["trainer"])
+    again.step([group])
+    for name, tensor in policy.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name
