@@ -52,8 +52,8 @@ def exactness(config: RunConfig) -> Exactness:
 def of_device(device: Device) -> Exactness:
     """What model.exact=auto comes to where trainer and engine both compute on `device`."""
     cost = COSTS[device]
-    on = cost <= BOUND
-    return Exactness(on, f"on {device} it costs {cost}x, {'within' if on else 'more than'} {BOUND}x")
+    on, where = cost <= BOUND, "a GPU" if device == "cuda" else "a CPU"
+    return Exactness(on, f"on {where} it costs {cost}x, {'within' if on else 'more than'} {BOUND}x")
 
 
 def check_exact(config: RunConfig) -> None:
