@@ -227,6 +227,28 @@ def entropy_of(logprobs: Tensor) -> Tensor:
     return -(logprobs.exp() * logprobs.clamp_min(LOWEST_LOGPROB)).sum(-1)
 
 
+def tempered(logits: Tensor, temperature: float) -> Tensor:
+    """Logits [n, V] over the temperature, with the bits of a sampler that divides rows by one of their own.
+
+    On a card the quotient by a number is a product with its inverse, so here the divisor is a tensor.
+    """
+    if temperature == 1:
+        return logits
+    return logits / torch.full((), temperature, dtype=logits.dtype, device=logits.device)
+
+
+def log_softmax(x: Tensor) -> Tensor:
+    """Log-softmax of rows [n, V]; the bits of a row depend on nothing but itself.
+
+    On a card the order of a sum depends on whether its row begins at a multiple of 16 bytes: all do here.
+    """
+    missing = -x.shape[-1] % 4
+    if not x.is_cuda or not missing:
+        return torch.log_softmax(x, dim=-1)
+    padded = torch.nn.functional.pad(x, (0, missing), value=-torch.inf)
+    return torch.log_softmax(padded, dim=-1)[..., :-missing]
+
+
 def truncated_logprobs(scaled: Tensor, mask: SamplingMask | Tensor | None) -> Tensor:
     """Log-probabilities [n, V] of scaled logits [n, V], renormalised over what `mask` allows, -inf elsewhere.
 
@@ -236,4 +258,4 @@ def truncated_logprobs(scaled: Tensor, mask: SamplingMask | Tensor | None) -> Te
     if mask is not None:
         allowed = mask.allowed(scaled.shape[1]) if isinstance(mask, SamplingMask) else mask
         scaled = scaled.masked_fill(~allowed, -torch.inf)
-    return torch.log_softmax(scaled, dim=-1)
+    return log_softmax(scaled)

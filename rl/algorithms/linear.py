@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.choices import LOWEST_LOGPROB, SamplingMask, entropy_of, truncated_logprobs
+from model.choices import LOWEST_LOGPROB, SamplingMask, entropy_of, tempered, truncated_logprobs
 from model.layers.exact import exact_mode, matmul
 from model.layers.linear import wide_linear
 from model.ops.dispatch import served
@@ -170,9 +170,9 @@ def _parts(count: int, rows: int) -> list[slice]:
 def _distribution(
     hidden: Tensor, weight: Tensor, temperature: float, mask: SamplingMask | None = None
 ) -> Tensor:
-    if served(hidden):
-        return truncated_logprobs(wide_linear(hidden, weight) / temperature, mask)
-    return truncated_logprobs(matmul(hidden.float(), weight.float()) / temperature, mask)
+    fused = served(hidden)
+    logits = wide_linear(hidden, weight) if fused else matmul(hidden.float(), weight.float())
+    return truncated_logprobs(tempered(logits, temperature), mask)
 
 
 def _accumulate(

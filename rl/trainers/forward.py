@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from model.batch import PackedTokens
-from model.choices import SamplingMask, entropy_of, truncated_logprobs
+from model.choices import SamplingMask, entropy_of, tempered, truncated_logprobs
 from model.layers.indexer_loss import Variant
 from model.policies import AnyPolicy
 from model.policy import Policy, PolicyAux
@@ -107,7 +107,7 @@ def head_outputs(
             exact=policy.exact,
             limit=logits_limit,
         )
-    distribution = truncated_logprobs(policy.logits(hidden) / temperature, mask)
+    distribution = truncated_logprobs(tempered(policy.logits(hidden), temperature), mask)
     logprobs = distribution.gather(-1, labels[:, None])[:, 0]
     return logprobs, entropy_of(distribution), distribution.detach().argmax(-1) == labels
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from model.choices import log_softmax, tempered
 from model.ops.exact_linear import exact_linear
 from model.ops.linear_logprob.triton import COLUMNS, forward, logit_gradients
 from model.ops.logit_tiles import input_gradients
@@ -53,8 +54,8 @@ def exact_forward(
     for start in range(0, len(hidden), rows):
         part = slice(start, start + rows)
         label = labels[part, None]
-        scaled = exact_linear(hidden[part], weight, dtype=torch.float32) / temperature
-        logp = torch.log_softmax(scaled, -1)
+        scaled = tempered(exact_linear(hidden[part], weight, dtype=torch.float32), temperature)
+        logp = log_softmax(scaled)
         chosen = logp.gather(1, label)
         out[0, part] = chosen[:, 0]
         out[1, part] = -(logp.exp() * logp).sum(-1)

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from model.choices import log_softmax
+
 _INCREMENT = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
@@ -133,10 +135,10 @@ def sampling(logits: Tensor, rules: Rules) -> Drawn:
     tokens = invert(kept, draws)
     if greedy.any():
         tokens = torch.where(greedy.to(logits.device), logits.argmax(dim=1), tokens)
-    full = own = torch.log_softmax(tempered, 1).gather(1, tokens[:, None])[:, 0]
+    full = own = log_softmax(tempered).gather(1, tokens[:, None])[:, 0]
     if allowed is None:
         return Drawn(tokens.cpu(), own.cpu(), full.cpu())
-    own = torch.log_softmax(kept, 1).gather(1, tokens[:, None])[:, 0]
+    own = log_softmax(kept).gather(1, tokens[:, None])[:, 0]
     host = allowed.cpu()
     counts = host.sum(1)
     counts.masked_fill_(counts == host.shape[1], 0)
