@@ -17,7 +17,11 @@ from rl.algorithms import LossInputs
 from rl.trainers.data import Sample
 from rl.trainers.ranks import ALONE, Ranks
 
-NAMES = {ContextState.OWN: "own", ContextState.MIXED: "mixed", ContextState.REPLAYED: "replayed"}
+NAMES: dict[int, str] = {
+    ContextState.OWN: "own",
+    ContextState.MIXED: "mixed",
+    ContextState.REPLAYED: "replayed",
+}
 
 
 class ClassGaps:
