@@ -2,7 +2,7 @@
 
 A graph serves a bucket of batch sizes and of context lengths. Rows that fill a bucket up repeat its first
 row, which writes the same bytes twice. Everything is compiled and captured before the first step that needs
-it (`warm_up`, or then), never in a steady state.
+it (`model.warm_up`, or then), never in a steady state.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from model.decode import Step, StepInput
-from model.fused import unserved
 from model.ops.hyper_boundary import refresh_projections
 
 if TYPE_CHECKING:
@@ -154,14 +153,3 @@ def graphs_of(policy: Policy, cache: PolicyCache) -> DecodeGraphs:
     if not isinstance(cache.step_graphs, DecodeGraphs):
         cache.step_graphs = DecodeGraphs(policy, cache)
     return cache.step_graphs
-
-
-def warm_up(policy: Any, cache: Any, rows: int) -> None:
-    """Make the decode steps of `rows` sequences ready where they run as graphs; elsewhere nothing happens."""
-    from model.cache.policy_cache import PolicyCache
-
-    if not isinstance(cache, PolicyCache) or cache.device.type != "cuda" or cache.storage != "packed":
-        return
-    if policy.config.dtype == "bfloat16" and unserved(policy.config) is None:
-        with torch.inference_mode(cache.tail.is_inference()), torch.no_grad():
-            graphs_of(policy, cache).warm_up(rows)

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from model.cache.prefix import PrefixStore
 from model.choices import Capture
-from model.decode_graphs import warm_up
 from model.engine.errors import BusySessionError, ImageError, NonFiniteLogitsError, RequestError
 from model.engine.policy import Policy, Storage, as_tensors, check_state
 from model.engine.prefixes import Prefixes
@@ -43,6 +42,7 @@ from model.engine.staging import StagedWeights
 from model.engine.state import RequestState, check_caches, pack, unpack
 from model.replay import Replay
 from model.vision import ImageTokens
+from model.warm_up import warm_up
 
 Keep = Literal["keep", "recompute"]
 """What to do with caches that other weights computed."""
@@ -146,7 +146,7 @@ class Engine:
         if speculate is not None:
             self.speculator = Speculator.open(policy, self._cache, speculate, max_requests)
             self.scheduler.decode_tokens = self.speculator.slots + 1
-        warm_up(policy, self._cache, max_requests)
+        warm_up(policy, self._cache, max_requests, self._prefill_tokens)
         self._sessions: dict[str, int] = {}
         self._ended: list[Finished] = []
         self._next_id = 0

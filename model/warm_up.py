@@ -1,0 +1,120 @@
+"""Everything that serving needs is compiled before the first request, and what compiles later is told.
+
+A kernel takes seconds to compile and a fraction of one to load; in the middle of a rollout each would be a
+stall of the whole batch. Decode steps are captured as graphs, prefills run once in each shape that has
+kernels of its own: sizes on both sides of every threshold, contexts from one bucket to the next.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from model.cache.policy_cache import PolicyCache
+from model.cache.progress import Progress
+from model.decode_graphs import graphs_of, width_bucket
+from model.fused import unserved
+
+if TYPE_CHECKING:
+    from model.policy import Policy
+
+_log = logging.getLogger(__name__)
+_compiled: Counter[str] = Counter()
+_steady = False
+
+
+def compiled() -> dict[str, int]:
+    """How many variants of each kernel this process has compiled or loaded so far, by name."""
+    return dict(_compiled)
+
+
+def _count(*, fn: Any, **_: Any) -> None:
+    name = f"{fn.module}.{fn.name.rsplit('.', 1)[-1]}".removeprefix("model.ops.")
+    _compiled[name] += 1
+    if _steady:
+        _log.warning("%s was compiled for another shape while requests waited", name)
+
+
+def watch() -> None:
+    """Count what Triton compiles from here on; nothing happens without Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return
+    from triton import knobs
+
+    if knobs.runtime.jit_post_compile_hook is None:
+        knobs.runtime.jit_post_compile_hook = _count
+
+
+def serves(policy: Policy, cache: PolicyCache) -> bool:
+    """Whether a cache's sequences run on kernels."""
+    on_kernels = cache.device.type == "cuda" and cache.storage == "packed"
+    return on_kernels and policy.config.dtype == "bfloat16" and unserved(policy.config) is None
+
+
+def warm_up(policy: Any, cache: Any, rows: int, prefill_tokens: int) -> None:
+    """Make an empty cache's engine ready for `rows` sequences and prefills of up to `prefill_tokens` a step.
+
+    Logs a line for each graph and each prefill. Nothing happens where no kernels run.
+    """
+    global _steady
+    if not isinstance(cache, PolicyCache) or not serves(policy, cache):
+        return
+    watch()
+    _steady = False
+    with torch.inference_mode(cache.tail.is_inference()), torch.no_grad():
+        graphs_of(policy, cache).warm_up(rows)
+        _prefills(policy, cache, min(prefill_tokens, cache.max_tokens))
+    _steady = True
+
+
+def sizes(most: int) -> list[int]:
+    """Numbers of tokens to run: 1, and on both sides of powers of two, of which the last is `most`."""
+    found = {1, most, max(1, most - 1)}
+    for power in range(4, most.bit_length()):
+        found |= {(1 << power) - 1, 1 << power, (1 << power) + 1}
+    return sorted(n for n in found if n <= most)
+
+
+def contexts(longest: int) -> list[int]:
+    """How many tokens a sequence has before a prefill: none, and up to each bucket of contexts."""
+    found, width = [0], 0
+    while width < longest:
+        width = width_bucket(width + 1, longest)
+        found.append(width)
+    return found
+
+
+def _prefills(policy: Policy, cache: PolicyCache, most: int) -> None:
+    started, done = time.monotonic(), 0
+    before = sum(_compiled.values())
+    plan = [(0, size) for size in sizes(most)]
+    for context in contexts(cache.max_tokens)[1:]:
+        plan += [(context - size, size) for size in (1, min(17, most), most) if context > size]
+    for number, (context, size) in enumerate(plan, 1):
+        _prefill(policy, cache, context, size)
+        done = sum(_compiled.values()) - before
+        _log.info(
+            "prefill %d of %d (%d tokens after %d) after %.1f s, %d kernels made ready",
+            *(number, len(plan), size, context, time.monotonic() - started, done),
+        )
+
+
+def _prefill(policy: Policy, cache: PolicyCache, context: int, size: int) -> None:
+    """One sequence of `context` tokens that are not there, and `size` more."""
+    window = policy.config.sliding_window
+    if context:
+        floor = max(context - window, 0)
+        slot = cache.take_over(Progress(context, context, context, floor, floor, context, context))
+    else:
+        slot = cache.allocate()
+    try:
+        slots = torch.tensor([slot], device=cache.device)
+        ids = torch.zeros((1, size), dtype=torch.int64, device=cache.device)
+        policy.extend(cache, slots, ids, torch.tensor([size], device=cache.device))
+    finally:
+        cache.free(slot)
