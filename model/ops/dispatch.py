@@ -61,6 +61,18 @@ def paths() -> dict[str, str]:
 
 
 @contextlib.contextmanager
+def recorded() -> Iterator[dict[str, str]]:
+    """Collects the path of each operation that is called inside; and adds them to `paths()` at the end."""
+    global _paths
+    before, _paths = _paths, {}
+    taken = _paths
+    try:
+        yield taken
+    finally:
+        _paths = before | taken
+
+
+@contextlib.contextmanager
 def reference_only() -> Iterator[None]:
     """Run the definitions on every device, to measure what the kernels give or to look for an error."""
     global _only_reference

@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -51,7 +52,17 @@ def examine() -> list[Finding]:
         "at least one of the two" if some else "neither Docker nor bubblewrap",
         "get one of the two above",
     )
-    rest: list[Callable[[], Finding]] = [_python, _packages, _torch, _ray, _gpu, _exact, _disk, _wandb]
+    rest: list[Callable[[], Finding]] = [
+        _python,
+        _packages,
+        _torch,
+        _ray,
+        _gpu,
+        _kernels,
+        _exact,
+        _disk,
+        _wandb,
+    ]
     return [*(look() for look in rest), *boxes, sandbox, *_more_backends()]
 
 
@@ -127,7 +138,29 @@ def _gpu() -> Finding:
         return Finding(
             "gpu", False, f"{name}, without Triton: bfloat16 policies do not run", fix, needed=False
         )
-    return Finding("gpu", True, f"{name}; bfloat16 policies run on kernels, the log names each", needed=False)
+    return Finding("gpu", True, name, needed=False)
+
+
+def _kernels() -> Finding:
+    """The path of each operation of a policy here, found by running a tiny one."""
+    import torch
+
+    from model.diagnostics.paths import probe
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        taken = probe(device)
+    except Exception as error:
+        found = f"a tiny policy does not run on {device}: {type(error).__name__}: {error}"
+        return Finding("kernels", False, found, "train on the CPU meanwhile, or report it", needed=False)
+    policy = taken.pop("policy", "reference")
+    slow = sorted(name for name, path in taken.items() if path != "triton")
+    fast = sorted(name for name in taken if name not in slow)
+    if device == "cpu":
+        return Finding("kernels", True, f"none without a GPU: policies run by definition ({policy})")
+    lines = textwrap.wrap(f"{len(fast)} operations by kernel: {', '.join(fast)}", 90)
+    lines += textwrap.wrap(f"by definition: {', '.join(f'{n} ({taken[n]})' for n in slow) or 'none'}", 90)
+    return Finding("kernels", not slow and policy == "kernels", f"\n{'':21}".join(lines), needed=False)
 
 
 def _exact() -> Finding:
