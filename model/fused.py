@@ -42,6 +42,8 @@ Handed = tuple[Tensor, Tensor, Tensor, Tensor, Keys | None, Routing]
 """What a block hands on: streams, coefficients, the next input, sums of squares, keys; and its routing."""
 COEFFICIENTS = (2 + STREAMS) * STREAMS
 _ROUNDS, _FLOOR = 20, 1e-6
+_FEWEST_HEADS = 16
+"""Heads are summed over by products in the gradients of keys, which take no fewer."""
 
 
 def unserved(config: PolicyConfig) -> str | None:
@@ -51,6 +53,8 @@ def unserved(config: PolicyConfig) -> str | None:
         return f"hyper-connections {shape}, kernels have {(STREAMS, _ROUNDS, _FLOOR)}"
     if config.head_dim % 64 or config.index_head_dim % 64:
         return "head widths that are no multiple of 64"
+    if config.num_attention_heads < _FEWEST_HEADS:
+        return f"fewer than {_FEWEST_HEADS} heads"
     return None
 
 

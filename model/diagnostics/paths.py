@@ -14,7 +14,7 @@ from model.ops.linear_logprob import linear_logprob
 from model.policy import PackedTokens, Policy
 from model.presets import NANO
 
-_SHAPE = replace(NANO, head_dim=64, index_head_dim=64, hc_sinkhorn_iters=20)
+_SHAPE = replace(NANO, num_attention_heads=16, head_dim=64, index_head_dim=64, hc_sinkhorn_iters=20)
 """The smallest policy that the kernels serve."""
 
 

@@ -15,6 +15,7 @@ from model.presets import NANO
 CONFIG = replace(
     NANO,
     dtype="bfloat16",
+    num_attention_heads=16,
     head_dim=64,
     index_head_dim=64,
     hc_sinkhorn_iters=20,
