@@ -1,6 +1,6 @@
 """The policy on one GPU: training, prefill, decoding, exact mode, memory, and what each kernel gives.
 
-    python -m benchmarks.model_gpu [--parts parity,exact,prefill,decode,launches,train,ablation]
+    python -m benchmarks.model_gpu [--parts parity,exact,turns,prefill,decode,launches,train,ablation]
 
 The policy has official attention widths, 12 layers of every kind and 1.9 B random, heavy-tailed weights
 (`benchmarks.model_gpu_setup`). The peer is a dense model of equal size with grouped-query attention by
@@ -21,6 +21,7 @@ import torch
 
 from benchmarks import model_gpu_parity as parity
 from benchmarks import model_gpu_times as times
+from benchmarks import model_gpu_turns as turns
 from benchmarks.model_gpu_setup import cache_of, fill, policy_on_gpu
 from model.ops import dispatch
 from model.policy import Policy
@@ -105,6 +106,20 @@ def _exact(policy: Policy) -> list[Figure]:
     )
     note = f"{1000 * trainer[1]:.0f} ms, fast {1000 * trainer[0]:.0f}"
     rows.append(Figure("exact / fast, training step", trainer[1] / trainer[0], "x", targets, note=note))
+    return rows
+
+
+def _turns(policy: Policy) -> list[Figure]:
+    rows, window = [], policy.config.sliding_window
+    results = (0, 1, window - 1, window, window + 1, 3 * window)
+    for replay in ("bounded", "exact", "off"):
+        for disturbance in turns.DISTURBANCES:
+            found = turns.play(policy, replay, disturbance, results)
+            note = f"{found.claimed} of {found.tokens} tokens claimed, {found.replays} windows began anew"
+            name = f"max difference over turns, replay {replay}, {disturbance}"
+            rows.append(Figure(name, found.largest, "", (0, 0, 0), note=note))
+            _clean()
+    policy.exact = False
     return rows
 
 
@@ -241,6 +256,7 @@ def _ablation(policy: Policy) -> list[Figure]:
 SECTIONS: dict[str, Callable[[Policy], list[Figure]]] = {
     "parity": _parity,
     "exact": _exact,
+    "turns": _turns,
     "prefill": _prefill,
     "decode": _decode,
     "launches": _launches,
