@@ -154,5 +154,5 @@ def _compare(policy: Policy, played: list[Session]) -> Outcome:
             claimed, tokens = claimed + int(own.sum()), tokens + len(own)
             if own.any():
                 largest = max(largest, float(np.abs(trained - turn.logprobs)[own].max()))
-    replays = sum(len({pair for pair in s}) - 1 for s in starts if s)
+    replays = sum(len(set(s)) - 1 for s in starts if s)
     return Outcome(largest, claimed, tokens, replays)
