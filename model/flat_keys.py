@@ -71,6 +71,26 @@ class _Compress(torch.autograd.Function):
         return found[0], found[2] if gates else None, found[1], None
 
 
+class _IndexKeys(torch.autograd.Function):
+    """Index keys as a cache keeps them, to the bit; gradients by the definition."""
+
+    @staticmethod
+    def forward(ctx: Any, projected: Tensor, norm: Tensor, eps: float, angles: Angles) -> Tensor:
+        ctx.save_for_backward(projected, norm)
+        ctx.layout = eps, angles
+        return unpack("index", pack_keys("index", projected, norm=norm, eps=eps, rope=angles)[1]).to(
+            torch.bfloat16
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        projected, norm = (x.detach().requires_grad_() for x in ctx.saved_tensors)
+        eps, angles = ctx.layout
+        with torch.enable_grad():
+            total = (rotary(rms_norm(projected, norm, eps), *angles) * grads[0]).sum()
+        return *torch.autograd.grad(total, (projected, norm)), None, None
+
+
 def _pooled(values: Tensor, gates: Tensor | None, ratio: int, starts: Tensor) -> Tensor:
     if gates is None:
         return values.to(torch.bfloat16)
@@ -92,8 +112,12 @@ def new_keys(attention: Attention, x: Tensor, flat: Flat, rounded: bool, taught:
     layout = (attention.ratio, groups.starts, compressor.norm.eps, angles, rounded)
     latent, entries = _Compress.apply(values, gates, compressor.norm.weight, layout)  # pyright: ignore
     with torch.set_grad_enabled(taught and torch.is_grad_enabled()):
-        normed = indexer.k_norm(indexer.wk(latent.detach()))
-        index_keys = index_heads(normed[:, None], *angles, rounded=rounded)[:, 0]
+        raw, norm = indexer.wk(latent.detach()), indexer.k_norm
+        if rounded:
+            index_keys = _IndexKeys.apply(raw, norm.weight, norm.eps, angles)  # pyright: ignore
+        else:
+            normed = norm(raw)
+            index_keys = index_heads(normed[:, None], *angles, rounded=False)[:, 0]
     return Keys(groups, entries, index_keys)
 
 
