@@ -50,8 +50,8 @@ def test_an_engine_without_kernels_starts_at_once():
 
 @pytest.mark.gpu
 def test_nothing_compiles_once_an_engine_has_started():
-    shape = {"dtype": "bfloat16", "num_attention_heads": 16, "head_dim": 64, "index_head_dim": 64, "hc_sinkhorn_iters": 20}
-    policy = Policy(replace(NANO, index_topk=64, sliding_window=32, **shape)).cuda()
+    shape = replace(NANO, num_attention_heads=16, head_dim=64, index_head_dim=64, hc_sinkhorn_iters=20)
+    policy = Policy(replace(shape, dtype="bfloat16", index_topk=64, sliding_window=32)).cuda()
     policy.fake_quant = True
     engine = Engine(policy, max_requests=5, max_tokens=9000, idle_sessions=2, prefill_tokens=1000)
     before, draw = compiled(), random.Random(0)
