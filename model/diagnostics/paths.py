@@ -41,7 +41,7 @@ def _train(policy: Policy, device: str) -> None:
     tokens = PackedTokens(ids, torch.tensor([0, 40, 96], device=device))
     output = policy(tokens, indexer_loss=True)
     weight: torch.Tensor = policy.head.weight  # pyright: ignore[reportAssignmentType]
-    logprob, entropy = linear_logprob(output.hidden[:-1], weight, ids[1:])
+    logprob, entropy, _ = linear_logprob(output.hidden[:-1], weight, ids[1:])
     loss = output.aux.indexer_loss
     assert loss is not None
     (logprob.mean() + entropy.mean() + loss).backward()
