@@ -18,7 +18,9 @@ from model.initialization import initialize
 from model.layers.engram_hash import bucket_primes
 from model.layers.moe import Router
 from model.ops.pack_keys import pack_keys
+from model.ops.packed_experts import Stack
 from model.policy import Policy
+from model.quant.weights import encode_fp4
 
 MAIN, INDEX = "main", "index"
 
@@ -60,11 +62,51 @@ def _shape() -> PolicyConfig:
     )
 
 
+def official_widths(layers: int = 12, experts: int = 384) -> PolicyConfig:
+    """Every width as published; layers of every kind; an n-gram memory of 0.2 million rows a prime.
+
+    Args:
+        layers: 12, or 6 for a shorter policy with every kind of layer.
+        experts: routed ones of a layer, published 384.
+    """
+    half = layers // 2
+    if layers not in (6, 12):
+        raise ValueError(f"there are schedules of 6 and of 12 layers, not of {layers}")
+    shape = replace(
+        PolicyConfig.preset("official"),
+        num_hidden_layers=layers,
+        compress_ratios=(0, *(2,) * (half - 1), *(1,) * half),
+        kv_source_layer_ids=(1, 3) if layers == 6 else (1, 3, 5, 6),
+        index_source_layer_ids=(1, 3, 4) if layers == 6 else (1, 3, 5, 6, 8, 10),
+        candidate_source_layer_id=half,
+        n_routed_experts=experts,
+        engram_layer_ids=(1,),
+        engram_num_embeddings=(0,),
+        engram_vocab_size=200_000,
+        engram_compressed_vocab_size=129280,
+        num_nextn_predict_layers=0,
+        dspark_target_layer_ids=(),
+        dspark_block_size=0,
+        image_token_id=None,
+        vision=None,
+        quantization=None,
+    )
+    return replace(shape, engram_num_embeddings=tuple(sum(map(sum, each)) for each in bucket_primes(shape)))
+
+
 @torch.no_grad()
-def policy_on_gpu(seed: int = 0) -> Policy:
-    """Made on the device: drawing two billion numbers on the host would take a minute."""
+def policy_on_gpu(config: PolicyConfig | None = None, seed: int = 0, *, packed: bool = False) -> Policy:
+    """Made on the device: drawing two billion numbers on the host would take a minute.
+
+    Args:
+        config: its shape; None: `configuration()`.
+        seed: of the weights.
+        packed: hold routed experts in FP4; they are drawn and packed a few at a time.
+    """
     with torch.device("meta"):
-        policy = Policy(configuration())
+        policy = Policy(configuration() if config is None else config)
+        if packed:
+            policy.pack_experts()
     torch.manual_seed(seed)
     for module in policy.modules():
         for name, parameter in list(module._parameters.items()):
@@ -78,6 +120,10 @@ def policy_on_gpu(seed: int = 0) -> Policy:
         if isinstance(module, Router):
             module.bias.zero_()
     initialize(policy, seed, draw=_heavy_tailed)
+    for block in policy.blocks:
+        if block.ffn.packed is not None:
+            _draw_packed(block.ffn.packed.w13, 1.0)
+            _draw_packed(block.ffn.packed.w2, 0.3)
     policy.token_map = torch.arange(policy.config.vocab_size, device="cuda")
     policy.fake_quant = True
     return policy.eval()
@@ -87,6 +133,19 @@ def _heavy_tailed(tensor: Tensor, std: float) -> None:
     flat = tensor.view(-1)
     flat.normal_(0, std)
     flat[::1009] *= 8
+
+
+def _draw_packed(stack: Stack, gain: float, at_once: int = 4) -> None:
+    """Heavy-tailed matrices with the gains that `initialize` gives them, packed `at_once` at a time."""
+    _, rows, columns = stack.shape
+    std = gain * columns**-0.5
+    _heavy_tailed(stack.plain, std)
+    drawn = torch.empty((at_once * rows, columns), device=stack.codes.device)
+    for codes, scales in zip(stack.codes.split(at_once), stack.scales.split(at_once), strict=True):
+        part = drawn[: len(codes) * rows]
+        _heavy_tailed(part, std)
+        for target, encoded in zip((codes, scales), encode_fp4(part), strict=True):
+            target.copy_(encoded.view_as(target))
 
 
 def cache_of(policy: Policy, sequences: int, tokens: int) -> PolicyCache:

@@ -140,7 +140,7 @@ PARTS = {
     "index scan": ("_scores",),
     "top-k": ("_select", "_group_maxima", "_select_postponed", "_rows"),
     "hyper-connections": ("_coefficients", "_update", "_input"),
-    "experts": ("_few", "_route", "_place", "_histogram", "_swiglu", "cutlass", "prepare_grouped"),
+    "experts": ("_few", "_expert", "_route", "_place", "_histogram", "_swiglu", "cutlass", "prepare_grouped"),
     "products": ("nvjet", "splitK", "gemm", "_product", "_add", "cublas"),
     "norm, rotation, packing": (
         "_rotary",

@@ -30,6 +30,7 @@ from model.ops.exact_linear import exact_linear
 from model.ops.experts import combine, few_rows, grouped, plan_of, route, spread, swiglu
 from model.ops.hyper_boundary import STREAMS, hyper_coefficients, hyper_input, hyper_update
 from model.ops.index_loss import index_loss
+from model.ops.packed_experts import packed_experts
 from model.ops.rotary import rotary, window_keys
 from model.ops.sparse_attention import sparse_attention, table_attention
 
@@ -372,6 +373,11 @@ def experts(layer: MixtureOfExperts, x: Tensor, forced: Tensor | None) -> tuple[
         forced=forced,
     )
     plan = plan_of(ids, layer.experts, layer.shared)
+    if layer.packed is not None:
+        layer.refuse_training(x)
+        packed, options = layer.packed, {"limit": layer.limit, "rounded": layer.quantized}
+        rows = packed_experts(x, packed.w13, packed.w2, weights, plan, **options, exact=is_exact())
+        return combine(rows, plan), Routing(affinity, ids, weights)
     if not is_exact() and not layer.quantized:
         few = few_rows(x, layer.w13, layer.w2, weights, plan, limit=layer.limit)
         if few is not None:

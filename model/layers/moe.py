@@ -18,6 +18,7 @@ from model.choices import force
 from model.config import PolicyConfig
 from model.layers.exact import fill
 from model.layers.linear import linear, quantized_linear, wide_linear
+from model.layers.packed import PackedExperts
 from model.layers.swiglu import clipped_swiglu
 from model.layers.top_k import top_k_lowest_index
 from model.quant.blocks import round_activation, straight_through
@@ -90,16 +91,47 @@ class MixtureOfExperts(nn.Module):
         self.spread: nn.Module | None = None
         """Computes the experts in this one's place, from tokens [T, d] and `Routing`, where other processes
         hold some of them; `w13` and `w2` are gone then."""
+        self.packed: PackedExperts | None = None
+        """Holds the experts in FP4 after `pack`; `w13` and `w2` are gone then."""
 
     @property
     def dense(self) -> bool:
         """Whether every expert is computed for every token: they are few, and none rounds its own output."""
+        if self.packed is not None:
+            return False
         return self.experts <= _DENSE_UP_TO and self.w2.dtype is not torch.bfloat16
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Round routed experts to FP4 and hold them so, for inference alone; once packed, nothing changes.
+
+        Raises:
+            ValueError: the widths are no multiples of 32, or a weight is too large.
+            RuntimeError: other processes hold the experts.
+        """
+        if self.spread is not None:
+            raise RuntimeError("experts that other processes hold cannot be packed: pack before spreading")
+        if self.packed is None:
+            count, width, inner = self.w2.shape
+            packed = PackedExperts(self.experts, self.shared, inner, width, self.w2.dtype, self.w2.device)
+            for expert in range(0 if self.w2.is_meta else count):
+                packed.fill(expert, self.w13[expert], self.w2[expert])
+            self.packed = packed
+            del self.w13, self.w2
+
+    def refuse_training(self, x: Tensor) -> None:
+        """Raise RuntimeError when packed experts are asked for a gradient, which they have not."""
+        if self.packed is not None and torch.is_grad_enabled() and x.requires_grad:
+            raise RuntimeError(
+                "these experts are packed in FP4 and serve inference alone: train the unpacked policy, or "
+                "run under torch.no_grad()"
+            )
 
     def forward(
         self, x: Tensor, image: Tensor | None = None, forced: Tensor | None = None
     ) -> tuple[Tensor, Routing]:
         """Tokens [T, d] to [T, d], and where they went; `image` and `forced` as in `Router.forward`."""
+        self.refuse_training(x)
         routing = self.gate(x, image, forced)
         if self.spread is not None:
             return self.spread(x, routing).to(x.dtype), routing
@@ -144,6 +176,8 @@ class MixtureOfExperts(nn.Module):
         return result
 
     def _expert(self, x: Tensor, expert: int, weights: Tensor) -> Tensor:
+        if self.packed is not None:
+            return self.run(x, weights, self.packed.w13.matrix(expert), self.packed.w2.matrix(expert))
         return self.run(x, weights, self.w13[expert], self.w2[expert])
 
     def run(self, x: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> Tensor:

@@ -160,6 +160,19 @@ def e4m3_scale(codes):
 
 
 @triton.jit
+def ue8m0_scale(codes):
+    """UE8M0 bytes up to 136 -> scale * 2**118 in bf16; times `e2m1_halves`: value * 2**-8."""
+    return _bf16_bits((codes.to(tl.uint16) + 118) << 7)
+
+
+@triton.jit
+def bf16_pairs(words):
+    """32-bit words -> the bf16 values (in their lower half, in their upper half)."""
+    w = words.to(tl.uint32, bitcast=True)
+    return _bf16_bits((w & 0xFFFF).to(tl.uint16)), _bf16_bits((w >> 16).to(tl.uint16))
+
+
+@triton.jit
 def scale_groups(values, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
     """Multiply [ROWS, COLUMNS] by [ROWS, COLUMNS // GROUP], one factor per GROUP neighbouring columns."""
     grouped = tl.reshape(values, (ROWS, COLUMNS // GROUP, GROUP))
