@@ -23,10 +23,11 @@ from model.checkpoint_files import (
     WrongShape,
     check_fit,
 )
-from model.checkpoint_names import Piece, Storage, pieces, plain_dtype, scale_name, storage
+from model.checkpoint_names import Piece, Storage, is_packed, pieces, plain_dtype, scale_name, storage
 from model.checkpoint_writer import ShardWriter
 from model.config import PolicyConfig
 from model.layers.engram_table import EngramTable, MappedRows, TableStorage
+from model.layers.packed import ExpertStorage, check_scales
 from model.policy import Policy
 from model.quant.blocks import WIDE_BLOCK
 from model.quant.weights import decode_fp4, decode_fp8, encode_fp4, encode_fp8
@@ -80,7 +81,11 @@ def save_policy(
     with ShardWriter(folder, shard_bytes) as writer:
         for own, tensor in policy.state_dict().items():
             for published, part in _published_parts(own, tensor, config):
-                write_published(writer, published, part, config)
+                if is_packed(own):
+                    _require_fp4(config)
+                    writer.add(published, part)
+                else:
+                    write_published(writer, published, part, config)
         for name, table in _mapped_tables(policy):
             _write_mapped(writer, name, table, config)
         writer.finish()
@@ -89,7 +94,13 @@ def save_policy(
     (folder / CONFIG).write_text(json.dumps(config.to_published(), indent=1))
 
 
-def load_policy(folder: Path | str, *, dtype: str | None = None, tables: TableStorage = "resident") -> Policy:
+def load_policy(
+    folder: Path | str,
+    *,
+    dtype: str | None = None,
+    tables: TableStorage = "resident",
+    experts: ExpertStorage = "plain",
+) -> Policy:
     """Read a policy that `save_policy` or the publisher wrote, one tensor at a time.
 
     Args:
@@ -97,14 +108,20 @@ def load_policy(folder: Path | str, *, dtype: str | None = None, tables: TableSt
         dtype: of the policy ("float32", "bfloat16"); None: as stored.
         tables: where the n-gram tables are to live. "mmap" reads their rows out of the checkpoint's files,
             which must stay as they are; such tables are not trained.
+        experts: how routed experts are to be held. "packed" keeps the FP4 of the checkpoint, a quarter of
+            their bytes in bfloat16; such experts are not trained.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected, of the wrong shape or type, or a file is damaged.
-        ValueError: the configuration is incomplete or unsupported.
+        ValueError: the configuration is incomplete or unsupported, or experts to be kept packed are not
+            stored in FP4.
     """
     folder = Path(folder)
     stored = read_config(folder)
-    policy = Policy(stored if dtype is None else replace(stored, dtype=dtype), tables=tables)
+    if experts == "packed":
+        _require_fp4(stored)
+    own = stored if dtype is None else replace(stored, dtype=dtype)
+    policy = Policy(own, tables=tables, experts=experts)
     reader = ShardReader.of_folder(folder)
     used = load_weights(policy, reader, stored)
     for name, table in _mapped_tables(policy):
@@ -157,6 +174,10 @@ def load_weights(policy: Policy, reader: ShardReader, stored: PolicyConfig | Non
     for own, tensor in policy.state_dict().items():
         for piece in pieces(own, config):
             target = tensor[piece.index] if piece.index else tensor
+            if is_packed(own):
+                _load_packed(piece.published, target, reader)
+                used.add(piece.published)
+                continue
             if storage(piece.published, config) is Storage.FP8_ROWS:
                 used |= _load_table(piece.published, target, reader)
                 continue
@@ -164,6 +185,26 @@ def load_weights(policy: Policy, reader: ShardReader, stored: PolicyConfig | Non
             target.copy_(value)
             used |= names
     return used
+
+
+def _require_fp4(config: PolicyConfig) -> None:
+    if config.quantization is None or config.quantization.expert_dtype != "fp4":
+        raise ValueError(
+            "packed experts are those of a checkpoint that stores experts in FP4, and this configuration "
+            "does not: load it with plain experts, and round them with Policy.pack_experts() if need be; a "
+            "packed policy is saved with a `stored` configuration whose quantization says fp4"
+        )
+
+
+def _load_packed(name: str, target: Tensor, reader: ShardReader) -> None:
+    """Codes or scale bytes of an expert, as they are stored."""
+    value = reader.read(name)
+    if value.dtype.itemsize != 1:
+        raise WrongShape(f"tensor {name!r} is {value.dtype}, the configuration asks for {Storage.FP4_ROWS}")
+    check_fit(name, value.shape, target.shape)
+    target.copy_(value.view(torch.uint8))
+    if name.endswith("scale"):
+        check_scales(target)
 
 
 def _load_table(name: str, target: Tensor, reader: ShardReader) -> set[str]:

@@ -17,6 +17,7 @@ from model.config import PolicyConfig
 
 _HYPER = re.compile(r"^(.*\.)(hc_attn|hc_ffn)\.(fn|base|scale)$")
 _STACK = re.compile(r"^(.*\.ffn)\.(w13|w2)$")
+_PACKED = re.compile(r"^(.*\.ffn)\.packed\.(w13|w2)_(codes|scales|shared)$")
 _FP8 = re.compile(
     r"(\.attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)"
     r"|\.shared_experts\.w[123]|\.engram\.wkv|\.main_proj)\.weight$"
@@ -39,31 +40,57 @@ class Piece:
 
 def pieces(own: str, config: PolicyConfig) -> Iterator[Piece]:
     """What the policy's tensor `own` is made of."""
-    hyper, stack = _HYPER.match(own), _STACK.match(own)
+    hyper, stack, packed = _HYPER.match(own), _STACK.match(own), _PACKED.match(own)
     if hyper:
         yield Piece(f"{hyper[1]}{hyper[2]}_{hyper[3]}", (), ())
     elif stack:
-        experts = config.dspark_n_routed_experts if own.startswith("mtp.") else config.n_routed_experts
-        yield from _expert_pieces(stack[1], stack[2], experts, config)
+        yield from _routed_pieces(stack[1], stack[2], "weight", config)
+        yield from _shared_pieces(stack[1], stack[2], _routed(own, config), config)
+    elif packed and packed[3] == "shared":
+        yield from _shared_pieces(packed[1], packed[2], 0, config)
+    elif packed:
+        yield from _routed_pieces(packed[1], packed[2], _PARTS[packed[3]], config)
     else:
         yield Piece(own, (), ())
 
 
-def _expert_pieces(prefix: str, kind: str, experts: int, config: PolicyConfig) -> Iterator[Piece]:
+_PARTS = {"codes": "weight", "scales": "scale"}
+"""Published names of what packed experts hold as it is stored."""
+
+
+def is_packed(own: str) -> bool:
+    """Whether the policy's tensor `own` holds routed experts as they are stored."""
+    found = _PACKED.match(own)
+    return found is not None and found[3] in _PARTS
+
+
+def _routed(own: str, config: PolicyConfig) -> int:
+    return config.dspark_n_routed_experts if own.startswith("mtp.") else config.n_routed_experts
+
+
+def _matrices(kind: str, width: int) -> list[tuple[str, slice]]:
+    """Published matrices of a stack, and their rows in it."""
+    if kind == "w13":
+        return [("w1", slice(0, width)), ("w3", slice(width, 2 * width))]
+    return [("w2", slice(None))]
+
+
+def _routed_pieces(prefix: str, kind: str, part: str, config: PolicyConfig) -> Iterator[Piece]:
+    for matrix, rows in _matrices(kind, config.moe_intermediate_size):
+        for expert in range(_routed(prefix, config)):
+            yield Piece(f"{prefix}.experts.{expert}.{matrix}.{part}", (expert, rows), ())
+
+
+def _shared_pieces(prefix: str, kind: str, first: int, config: PolicyConfig) -> Iterator[Piece]:
     width = config.moe_intermediate_size
-    rows = (
-        [("w1", slice(0, width)), ("w3", slice(width, 2 * width))] if kind == "w13" else [("w2", slice(None))]
-    )
-    for matrix, part in rows:
-        for expert in range(experts):
-            yield Piece(f"{prefix}.experts.{expert}.{matrix}.weight", (expert, part), ())
+    for matrix, rows in _matrices(kind, width):
         for shared in range(config.n_shared_experts):
             # One published matrix holds all shared experts, side by side along their hidden width.
             span = slice(shared * width, (shared + 1) * width)
             within = (
                 () if config.n_shared_experts == 1 else (slice(None), span) if matrix == "w2" else (span,)
             )
-            yield Piece(f"{prefix}.shared_experts.{matrix}.weight", (experts + shared, part), within)
+            yield Piece(f"{prefix}.shared_experts.{matrix}.weight", (first + shared, rows), within)
 
 
 class Storage(StrEnum):

@@ -26,6 +26,7 @@ from model.layers.hyper_connections import HyperConnection, collapse, mix
 from model.layers.linear import Linear
 from model.layers.moe import MixtureOfExperts, Routing
 from model.layers.norm import RMSNorm
+from model.layers.packed import ExpertStorage
 from model.layers.rope import Rotation
 
 if TYPE_CHECKING:
@@ -63,14 +64,16 @@ class MarkovHead(nn.Module):
 class DraftBlock(nn.Module):
     """Attention over the feature window and the draft itself, then experts."""
 
-    def __init__(self, config: PolicyConfig, number: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: PolicyConfig, number: int, dtype: torch.dtype, experts: ExpertStorage = "plain"
+    ) -> None:
         super().__init__()
         d, eps = config.hidden_size, config.rms_norm_eps
         self.attn_norm, self.ffn_norm = RMSNorm(d, eps, dtype), RMSNorm(d, eps, dtype)
         self.hc_attn, self.hc_ffn = HyperConnection(config), HyperConnection(config)
         self.attn = Attention(config, config.num_hidden_layers + number, dtype)
         self.ffn = MixtureOfExperts(
-            config, config.dspark_n_routed_experts, config.dspark_num_experts_per_tok, dtype
+            config, config.dspark_n_routed_experts, config.dspark_num_experts_per_tok, dtype, experts
         )
         if number == 0:
             features = len(config.dspark_target_layer_ids) * d
@@ -142,9 +145,9 @@ class DraftStates:
 class Drafter(nn.ModuleList):
     """The draft blocks of a policy."""
 
-    def __init__(self, config: PolicyConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: PolicyConfig, dtype: torch.dtype, experts: ExpertStorage = "plain") -> None:
         numbers = range(config.num_nextn_predict_layers)
-        super().__init__(DraftBlock(config, number, dtype) for number in numbers)
+        super().__init__(DraftBlock(config, number, dtype, experts) for number in numbers)
         self.config = config
 
     @property

@@ -11,6 +11,7 @@ from model.chat.base import ChatFormat
 from model.checkpoint import load_policy, save_policy
 from model.hf.folder import is_hf_folder, open_hf, save_hf
 from model.hf.policy import HFPolicy
+from model.layers.packed import ExpertStorage
 from model.policy import Policy
 
 __all__ = ["AnyPolicy", "is_hf_folder", "open_policy", "write_policy"]
@@ -18,13 +19,18 @@ __all__ = ["AnyPolicy", "is_hf_folder", "open_policy", "write_policy"]
 AnyPolicy = Policy | HFPolicy
 
 
-def open_policy(folder: Path) -> AnyPolicy:
+def open_policy(folder: Path, *, experts: ExpertStorage = "plain") -> AnyPolicy:
     """Reads a policy of either kind, in the dtype that it is stored in.
+
+    Args:
+        folder: The policy.
+        experts: How routed experts of our own kind are held (`load_policy`).
 
     Raises:
         CheckpointError: It cannot be read.
+        ValueError: Experts to be kept packed are not stored in FP4.
     """
-    return open_hf(folder) if is_hf_folder(folder) else load_policy(folder)
+    return open_hf(folder) if is_hf_folder(folder) else load_policy(folder, experts=experts)
 
 
 def write_policy(policy: AnyPolicy, folder: Path, chat: ChatFormat) -> None:

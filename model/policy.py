@@ -33,6 +33,7 @@ from model.layers.indexer_loss import Supervision, Variant
 from model.layers.linear import wide_linear
 from model.layers.moe import MixtureOfExperts, Routing
 from model.layers.norm import RMSNorm
+from model.layers.packed import ExpertStorage
 from model.ops.dispatch import served
 from model.vision import Aligner, ImageTokens, TokenType, VisionTower, place_images
 
@@ -75,12 +76,15 @@ class Policy(nn.Module):
             cache alike; slower.
     """
 
-    def __init__(self, config: PolicyConfig, *, tables: TableStorage = "resident") -> None:
+    def __init__(
+        self, config: PolicyConfig, *, tables: TableStorage = "resident", experts: ExpertStorage = "plain"
+    ) -> None:
         """Make a policy with fresh weights.
 
         Args:
             config: its shape.
             tables: where the n-gram tables live; mapped ones need a checkpoint (`load_policy`).
+            experts: how routed experts are held; packed ones need a checkpoint too.
         """
         super().__init__()
         self.config = config
@@ -91,7 +95,7 @@ class Policy(nn.Module):
         self.embed = nn.Module()
         self.embed.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype))
         self.layers = nn.ModuleList(
-            Block(config, layer, dtype, tables) for layer in range(config.num_hidden_layers)
+            Block(config, layer, dtype, tables, experts) for layer in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.head = nn.Module()
@@ -99,7 +103,7 @@ class Policy(nn.Module):
         self.vision = self.aligner = None
         if config.vision is not None:
             self._add_vision(config, config.vision, dtype)
-        self.mtp = Drafter(config, dtype) if config.num_nextn_predict_layers else None
+        self.mtp = Drafter(config, dtype, experts) if config.num_nextn_predict_layers else None
         self.engram_hash = EngramHash(config) if config.engram_layer_ids else None
         token_map = config.engram_token_map
         self.register_buffer(

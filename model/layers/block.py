@@ -17,6 +17,7 @@ from model.layers.exact import in_present_mode
 from model.layers.hyper_connections import HyperConnection, collapse, mix
 from model.layers.moe import MixtureOfExperts, Routing
 from model.layers.norm import RMSNorm
+from model.layers.packed import ExpertStorage
 
 if TYPE_CHECKING:
     from model.cache.policy_cache import PolicyCache
@@ -26,7 +27,12 @@ class Block(nn.Module):
     """Layer `layer` of the policy."""
 
     def __init__(
-        self, config: PolicyConfig, layer: int, dtype: torch.dtype, tables: TableStorage = "resident"
+        self,
+        config: PolicyConfig,
+        layer: int,
+        dtype: torch.dtype,
+        tables: TableStorage = "resident",
+        experts: ExpertStorage = "plain",
     ) -> None:
         super().__init__()
         self.layer = layer
@@ -37,7 +43,9 @@ class Block(nn.Module):
         self.hc_attn = HyperConnection(config)
         self.hc_ffn = HyperConnection(config)
         self.attn = Attention(config, layer, dtype)
-        self.ffn = MixtureOfExperts(config, config.n_routed_experts, config.num_experts_per_tok, dtype)
+        self.ffn = MixtureOfExperts(
+            config, config.n_routed_experts, config.num_experts_per_tok, dtype, experts
+        )
         if layer in config.engram_layer_ids:
             self.engram_column = config.engram_layer_ids.index(layer)
             self.engram = Engram(config, config.engram_num_embeddings[self.engram_column], dtype, tables)

@@ -18,7 +18,7 @@ from model.choices import force
 from model.config import PolicyConfig
 from model.layers.exact import fill
 from model.layers.linear import linear, quantized_linear, wide_linear
-from model.layers.packed import PackedExperts
+from model.layers.packed import ExpertStorage, PackedExperts
 from model.layers.swiglu import clipped_swiglu
 from model.layers.top_k import top_k_lowest_index
 from model.quant.blocks import round_activation, straight_through
@@ -80,19 +80,29 @@ class Router(nn.Module):
 class MixtureOfExperts(nn.Module):
     """Routed experts and the shared one."""
 
-    def __init__(self, config: PolicyConfig, experts: int, chosen: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: PolicyConfig,
+        experts: int,
+        chosen: int,
+        dtype: torch.dtype,
+        storage: ExpertStorage = "plain",
+    ) -> None:
         super().__init__()
         d, f, shared = config.hidden_size, config.moe_intermediate_size, config.n_shared_experts
         self.experts, self.shared, self.limit = experts, shared, config.swiglu_limit
         self.quantized = config.quantization is not None
         self.gate = Router(config, experts, chosen, dtype)
-        self.w13 = nn.Parameter(torch.empty(experts + shared, 2 * f, d, dtype=dtype))
-        self.w2 = nn.Parameter(torch.empty(experts + shared, d, f, dtype=dtype))
+        self.packed: PackedExperts | None = None
+        """Holds the experts in FP4, in the place of `w13` and `w2`."""
+        if storage == "packed":
+            self.packed = PackedExperts(experts, shared, f, d, dtype)
+        else:
+            self.w13 = nn.Parameter(torch.empty(experts + shared, 2 * f, d, dtype=dtype))
+            self.w2 = nn.Parameter(torch.empty(experts + shared, d, f, dtype=dtype))
         self.spread: nn.Module | None = None
         """Computes the experts in this one's place, from tokens [T, d] and `Routing`, where other processes
         hold some of them; `w13` and `w2` are gone then."""
-        self.packed: PackedExperts | None = None
-        """Holds the experts in FP4 after `pack`; `w13` and `w2` are gone then."""
 
     @property
     def dense(self) -> bool:

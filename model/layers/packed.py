@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
@@ -9,12 +11,21 @@ from model.ops.packed_experts import LARGEST_SCALE, Stack
 from model.quant.blocks import WIDE_BLOCK
 from model.quant.weights import encode_fp4
 
+ExpertStorage = Literal["plain", "packed"]
+"""How a policy holds its routed experts: as trained, or in FP4 for inference."""
+
 
 class PackedExperts(nn.Module):
     """Routed experts as E2M1 codes with a scale byte per 32 columns, shared ones as plain matrices."""
 
     def __init__(
-        self, experts: int, shared: int, inner: int, width: int, dtype: torch.dtype, device: torch.device
+        self,
+        experts: int,
+        shared: int,
+        inner: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
     ) -> None:
         """Unfilled buffers: `w13` [2 f, d] and `w2` [d, f] of each expert, d and f multiples of 32."""
         super().__init__()

@@ -6,9 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from model.checkpoint import load_policy, save_policy
+from model.layers.moe import MixtureOfExperts
 from model.ops import dispatch
 from model.policy import PackedTokens, Policy
-from model.presets import NANO, OFFICIAL
+from model.presets import NANO, NANO_DRAFT, OFFICIAL
 from model.quant.weights import decode_fp4, encode_fp4
 from tests.model.test_fused import CONFIG
 
@@ -90,3 +92,42 @@ def test_what_cannot_be_packed_is_refused():
         policy.blocks[1].ffn.w2[2, 5, 7] = 1e5
     with pytest.raises(ValueError, match="cannot be packed"):
         policy.pack_experts()
+
+
+@torch.no_grad()
+def test_a_checkpoint_in_fp4_is_kept_packed(tmp_path):
+    config = replace(CONFIG, quantization=OFFICIAL.quantization, n_shared_experts=2)
+    save_policy(Policy(config), tmp_path / "first")
+    plain = load_policy(tmp_path / "first")
+    packed = load_policy(tmp_path / "first", experts="packed")
+    moe = packed.blocks[1].ffn
+    assert not hasattr(moe, "w13") and torch.equal(moe.packed.w2.matrix(3), plain.blocks[1].ffn.w2[3])
+    with dispatch.fused_everywhere():
+        assert torch.equal(packed(_tokens()).hidden, plain(_tokens()).hidden)
+    save_policy(packed, tmp_path / "second")
+    again = load_policy(tmp_path / "second")
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in plain.state_dict().items())
+
+
+def test_a_drafter_is_kept_packed_too(tmp_path):
+    config = replace(NANO_DRAFT, quantization=OFFICIAL.quantization, dtype="bfloat16")
+    save_policy(Policy(config), tmp_path)
+    plain, packed = load_policy(tmp_path), load_policy(tmp_path, experts="packed")
+    found = [module for module in packed.modules() if isinstance(module, MixtureOfExperts)]
+    expected = [module for module in plain.modules() if isinstance(module, MixtureOfExperts)]
+    assert len(found) == 9
+    for moe, before in zip(found, expected, strict=True):
+        for expert in range(before.experts + before.shared):
+            assert torch.equal(moe.packed.w13.matrix(expert), before.w13[expert])
+
+
+def test_experts_that_are_not_stored_in_fp4_are_not_kept_packed(tmp_path):
+    save_policy(Policy(CONFIG), tmp_path)
+    with pytest.raises(ValueError, match="stores experts in FP4"):
+        load_policy(tmp_path, experts="packed")
+    policy = load_policy(tmp_path)
+    policy.pack_experts()
+    with pytest.raises(ValueError, match="quantization says fp4"):
+        save_policy(policy, tmp_path / "again")
+    save_policy(policy, tmp_path / "again", stored=replace(CONFIG, quantization=OFFICIAL.quantization))
+    assert load_policy(tmp_path / "again", experts="packed").blocks[0].ffn.packed is not None
