@@ -20,7 +20,7 @@ from model.layers.moe import Router
 from model.ops.pack_keys import pack_keys
 from model.ops.packed_experts import Stack
 from model.policy import Policy
-from model.quant.weights import encode_fp4
+from model.quant.weights import as_halves, encode_fp4
 
 MAIN, INDEX = "main", "index"
 
@@ -144,8 +144,9 @@ def _draw_packed(stack: Stack, gain: float, at_once: int = 4) -> None:
     for codes, scales in zip(stack.codes.split(at_once), stack.scales.split(at_once), strict=True):
         part = drawn[: len(codes) * rows]
         _heavy_tailed(part, std)
-        for target, encoded in zip((codes, scales), encode_fp4(part), strict=True):
-            target.copy_(encoded.view_as(target))
+        packed, scale = encode_fp4(part)
+        codes.copy_(as_halves(packed).view_as(codes))
+        scales.copy_(scale.view_as(scales))
 
 
 def cache_of(policy: Policy, sequences: int, tokens: int) -> PolicyCache:

@@ -77,7 +77,9 @@ def _bytes(policy: Policy) -> list[Figure]:
     del one, two
     sources = [(policy.config.ratio(layer)) for layer in policy.config.kv_source_layer_ids]
     note = f"records of 356 B in {len(sources)} source layers of ratios {sources}"
-    rows.append(Figure("cache bytes a token, from allocated memory", per_token, "B", (890.5,) * 3, note=note))
+    rows.append(
+        Figure("cache bytes a token, from allocated memory", per_token, "B", (890.5, 890.5, 890.5), note=note)
+    )
     return rows
 
 
@@ -98,12 +100,14 @@ def _parity(policy: Policy) -> list[Figure]:
         _, error, note = _sites(errors)
         name = "keys rounded" if quantised else "keys not rounded"
         note = f"{note}; hidden {errors['hidden']:.2g}"
-        rows.append(Figure(f"layer error, pass of 2036 tokens, {name}", error, "", (bound,) * 3, note=note))
+        rows.append(
+            Figure(f"layer error, pass of 2036 tokens, {name}", error, "", (bound, bound, bound), note=note)
+        )
     for context in (8192, MILLION):
         errors = parity.at_context(policy, context)
         _, error, note = _sites(errors)
         note = f"{note}; hidden {errors['hidden']:.2g}"
-        rows.append(Figure(f"layer error, one token at {context}", error, "", (0.03,) * 3, note=note))
+        rows.append(Figure(f"layer error, one token at {context}", error, "", (0.03, 0.03, 0.03), note=note))
         step = errors["decode step against prefill"]
         rows.append(Figure(f"decode step - prefill at {context}, exact mode", step, "", (0, 0, 0)))
         _clean()
@@ -118,6 +122,7 @@ def experts_in_use(policy: Policy, batch: int) -> list[int]:
     ids = torch.randint(0, policy.config.vocab_size, (batch, 1), device="cuda")
     capture = Capture()
     policy.extend(cache, slots, ids, torch.ones_like(slots), capture=capture)
+    assert capture.expert_ids is not None
     return [len(layer.unique()) for layer in capture.expert_ids.unbind(1)]
 
 

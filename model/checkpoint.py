@@ -30,7 +30,7 @@ from model.layers.engram_table import EngramTable, MappedRows, TableStorage
 from model.layers.packed import ExpertStorage, check_scales
 from model.policy import Policy
 from model.quant.blocks import WIDE_BLOCK
-from model.quant.weights import decode_fp4, decode_fp8, encode_fp4, encode_fp8
+from model.quant.weights import as_halves, as_pairs, decode_fp4, decode_fp8, encode_fp4, encode_fp8
 
 __all__ = [
     "CheckpointError",
@@ -83,7 +83,7 @@ def save_policy(
             for published, part in _published_parts(own, tensor, config):
                 if is_packed(own):
                     _require_fp4(config)
-                    writer.add(published, part)
+                    writer.add(published, as_pairs(part) if published.endswith("weight") else part)
                 else:
                     write_published(writer, published, part, config)
         for name, table in _mapped_tables(policy):
@@ -202,9 +202,11 @@ def _load_packed(name: str, target: Tensor, reader: ShardReader) -> None:
     if value.dtype.itemsize != 1:
         raise WrongShape(f"tensor {name!r} is {value.dtype}, the configuration asks for {Storage.FP4_ROWS}")
     check_fit(name, value.shape, target.shape)
-    target.copy_(value.view(torch.uint8))
     if name.endswith("scale"):
+        target.copy_(value.view(torch.uint8))
         check_scales(target)
+    else:
+        target.copy_(as_halves(value))
 
 
 def _load_table(name: str, target: Tensor, reader: ShardReader) -> set[str]:

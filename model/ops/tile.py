@@ -166,13 +166,6 @@ def ue8m0_scale(codes):
 
 
 @triton.jit
-def bf16_pairs(words):
-    """32-bit words -> the bf16 values (in their lower half, in their upper half)."""
-    w = words.to(tl.uint32, bitcast=True)
-    return _bf16_bits((w & 0xFFFF).to(tl.uint16)), _bf16_bits((w >> 16).to(tl.uint16))
-
-
-@triton.jit
 def scale_groups(values, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
     """Multiply [ROWS, COLUMNS] by [ROWS, COLUMNS // GROUP], one factor per GROUP neighbouring columns."""
     grouped = tl.reshape(values, (ROWS, COLUMNS // GROUP, GROUP))

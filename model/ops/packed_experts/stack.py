@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from model.quant.blocks import WIDE_BLOCK
-from model.quant.weights import decode_fp4
+from model.quant.weights import as_pairs, decode_fp4
 
 LARGEST_SCALE = 136
 """Scale byte 2^9: the kernel decodes weights as value * 2^-8, whose scale must be a finite bf16."""
@@ -19,7 +19,7 @@ class Stack:
     """E packed matrices [N, K], and S plain ones behind them."""
 
     codes: Tensor
-    """[E, N, K / 2] uint8, two E2M1 codes a byte, the even column in the low nibble."""
+    """[E, N, K / 2] uint8, two E2M1 codes a byte, in the order of `model.quant.weights.as_halves`."""
     scales: Tensor
     """[E, N, K / 32] uint8, UE8M0, one a row and 32 columns."""
     plain: Tensor
@@ -35,7 +35,7 @@ class Stack:
         if expert >= len(self.codes):
             found = self.plain[expert - len(self.codes)]
         else:
-            found = decode_fp4(self.codes[expert], self.scales[expert])
+            found = decode_fp4(as_pairs(self.codes[expert]), self.scales[expert])
         return found.to(self.plain.dtype if dtype is None else dtype)
 
     def check(self) -> None:

@@ -1,8 +1,8 @@
 """Products of grouped rows with FP4 matrices: a matrix is read as it is stored and decoded in registers.
 
-Even columns stand in low nibbles and odd ones in high nibbles, so a product is the sum of two: of the even
-columns of both sides and of the odd ones. The right matrix for a group is found by its number: packed ones
-first, plain ones behind them.
+Of 32 columns the first 16 stand in low nibbles and the others in high nibbles, so a product is the sum of
+two: of the first halves of both sides and of the second ones. The right matrix for a group is found by its
+number: packed ones first, plain ones behind them.
 """
 
 # Kernels are written in Triton's language, which Python's types do not describe.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from model.ops.experts.plan import Plan
 from model.ops.packed_experts.stack import Stack
-from model.ops.tile import KEY_SCALE, bf16_pairs, e2m1_halves, operand, round_bf16, scale_groups, ue8m0_scale
+from model.ops.tile import KEY_SCALE, e2m1_halves, operand, round_bf16, scale_groups, ue8m0_scale
 from model.quant.blocks import round_activation
 
 
@@ -36,7 +36,7 @@ class Tile:
 
 
 # Chosen by the number of tokens alone, never by where they went; exact mode has one for all.
-FEW = Tile(rows=16, columns=64, depth=256, warps=4, stages=3, swapped=True)
+FEW = Tile(rows=16, columns=128, depth=128, warps=4, stages=4, swapped=True)
 MANY = Tile(rows=64, columns=128, depth=128, warps=4, stages=3, swapped=False)
 EXACT = MANY
 _FEW_TOKENS = 256
@@ -59,7 +59,7 @@ def _dot(x, matrix, acc, SWAPPED: tl.constexpr):
 
 @triton.jit
 def _decoded(codes, scales, COLUMNS: tl.constexpr, PAIRS: tl.constexpr):
-    """Even and odd columns [COLUMNS, PAIRS] of a packed tile, times 2^-8."""
+    """First and second halves [COLUMNS, PAIRS] of a packed tile's blocks, times 2^-8."""
     low, high = e2m1_halves(tl.load(codes))
     scale = ue8m0_scale(tl.load(scales))
     return scale_groups(low, scale, COLUMNS, PAIRS, 16), scale_groups(high, scale, COLUMNS, PAIRS, 16)
@@ -94,9 +94,10 @@ def _tile_rows(ends, groups, GP: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _expert_product(
-    x, pairs, codes, scales, plain, tokens, place, weights, ends, out, limit, groups, E: tl.constexpr,
+    x, codes, scales, plain, tokens, place, weights, ends, out, limit, groups, E: tl.constexpr,
     GP: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, D: tl.constexpr, N: tl.constexpr, PAIR: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SWAPPED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PLAIN: tl.constexpr,
+    SWAPPED: tl.constexpr,
 ):  # fmt: skip
     """Rows of an expert times its matrix; PAIR: gathered tokens times gate and up, activated and weighted."""
     g, begin, end = _tile_rows(ends, groups, GP, ROWS)
@@ -115,27 +116,29 @@ def _expert_product(
     up = _zeros(ROWS, COLUMNS, SWAPPED)
     if g < E:
         base = g.to(tl.int64) * TOTAL
-        left = pairs + line * (D // 2) + tl.arange(0, PAIRS)[None, :]
+        j = tl.arange(0, PAIRS)
+        left = x + line * D + (j // 16 * 32 + j % 16)[None, :]
         c = codes + (base + n[:, None]) * (D // 2) + tl.arange(0, PAIRS)[None, :]
         s = scales + (base + n[:, None]) * (D // 32) + tl.arange(0, DEPTH // 32)[None, :]
         for d in tl.range(0, D // DEPTH):
-            even, odd = bf16_pairs(tl.load(left + d * PAIRS))
+            first = operand(tl.load(left + d * DEPTH))
+            second = operand(tl.load(left + 16 + d * DEPTH))
             low, high = _decoded(c + d * PAIRS, s + d * (DEPTH // 32), COLUMNS, PAIRS)
-            acc = _dot(even, low, acc, SWAPPED)
-            acc = _dot(odd, high, acc, SWAPPED)
+            acc = _dot(first, low, acc, SWAPPED)
+            acc = _dot(second, high, acc, SWAPPED)
             if PAIR:
                 low, high = _decoded(
                     c + N * (D // 2) + d * PAIRS, s + N * (D // 32) + d * (DEPTH // 32), COLUMNS, PAIRS
                 )
-                up = _dot(even, low, up, SWAPPED)
-                up = _dot(odd, high, up, SWAPPED)
+                up = _dot(first, low, up, SWAPPED)
+                up = _dot(second, high, up, SWAPPED)
         acc = acc * KEY_SCALE
         up = up * KEY_SCALE
     else:
         base = (g - E).to(tl.int64) * TOTAL
-        rows = x + line * D + tl.arange(0, DEPTH)[None, :]
-        matrix = plain + (base + n[:, None]) * D + tl.arange(0, DEPTH)[None, :]
-        for d in tl.range(0, D, DEPTH):
+        rows = x + line * D + tl.arange(0, PLAIN)[None, :]
+        matrix = plain + (base + n[:, None]) * D + tl.arange(0, PLAIN)[None, :]
+        for d in tl.range(0, D, PLAIN):
             a = operand(tl.load(rows + d))
             acc = _dot(a, operand(tl.load(matrix + d)), acc, SWAPPED)
             if PAIR:
@@ -185,12 +188,16 @@ def _product(
     wide = min(tile.columns // (2 if pair else 1), columns & -columns)
     step = min(tile.depth, depth & -depth)
     items = len(plan.tokens)
+    # Plain matrices are read in steps of as many bytes, lest they take the shared memory that decides how
+    # many programs a processor runs.
+    plain = max(16, step // (4 if tile.rows <= 16 else 2))
     # At most one tile begun for each group that has rows, and the whole ones.
     tiles = min(items, groups) + items // tile.rows
     _expert_product[(columns // wide, tiles)](
-        x, x.view(torch.int32), stack.codes, stack.scales, stack.plain, plan.tokens, plan.place, weights,
+        x, stack.codes, stack.scales, stack.plain, plan.tokens, plan.place, weights,
         plan.ends, out, limit, groups, E=len(stack.codes), GP=triton.next_power_of_2(groups),
         K=weights.shape[1], KS=plan.place.shape[1], D=depth, N=columns, PAIR=pair, ROWS=tile.rows,
-        COLUMNS=wide, DEPTH=step, SWAPPED=tile.swapped, num_warps=tile.warps, num_stages=tile.stages,
+        COLUMNS=wide, DEPTH=step, PLAIN=plain, SWAPPED=tile.swapped, num_warps=tile.warps,
+        num_stages=tile.stages,
     )  # fmt: skip
     return out

@@ -26,6 +26,8 @@ from model.ops.indexer import triton as indexer  # noqa: E402
 from model.ops.linear_logprob import triton as logprob  # noqa: E402
 from model.ops.linear_reverse_kl import triton as reverse_kl  # noqa: E402
 from model.ops.pack_keys import triton as packing  # noqa: E402
+from model.ops.packed_experts import Stack  # noqa: E402
+from model.ops.packed_experts import triton as packed  # noqa: E402
 from model.ops.rotary import triton as rotary  # noqa: E402
 from model.ops.row_sums import triton as row_sums  # noqa: E402
 from model.ops.sampling import triton as sampling  # noqa: E402
@@ -166,6 +168,17 @@ def _few_experts(compiled):
     return compiled(experts.few, _t(64, 5120), *matrices, _t(64, 6, dtype=FP32), plan, 10.0)
 
 
+def _packed_experts(compiled, tokens, exact):
+    def stack(rows, columns):
+        codes = _t(384, rows, columns // 2, dtype=BYTE)
+        return Stack(codes, _t(384, rows, columns // 32, dtype=BYTE), _t(1, rows, columns))
+
+    items = tokens * 7
+    plan = Plan(_t(items, dtype=INT), _t(tokens, 7, dtype=INT), _t(385, dtype=INT))
+    arguments = _t(tokens, 5120), stack(4608, 5120), stack(5120, 2304), _t(tokens, 6, dtype=FP32), plan
+    return compiled(packed.packed_experts, *arguments, limit=10.0, rounded=False, exact=exact)
+
+
 def _boundary_gradients(compiled):
     width = 2048
     streams, branch, k = _t(T, 4, width), _t(T, width), _t(T, 24, dtype=FP32)
@@ -255,6 +268,9 @@ CASES = {
     "rotary": _rotary,
     "experts": _experts,
     "experts_few": _few_experts,
+    "packed_experts_few": lambda c: _packed_experts(c, 64, False),
+    "packed_experts_many": lambda c: _packed_experts(c, T, False),
+    "packed_experts_exact": lambda c: _packed_experts(c, 64, True),
     "index_decode": lambda c: _decode_index(c, False),
     "index_decode_listed": lambda c: _decode_index(c, True),
     "index_loss": lambda c: _index_loss(c, 32),

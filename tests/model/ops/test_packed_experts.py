@@ -7,7 +7,7 @@ import torch
 
 from model.ops.experts import plan_of
 from model.ops.packed_experts import Stack, packed_experts, reference
-from model.quant.weights import decode_fp4, encode_fp4
+from model.quant.weights import as_halves, as_pairs, decode_fp4, encode_fp4
 
 BF16 = torch.bfloat16
 
@@ -17,7 +17,7 @@ def stack(experts: int, shared: int, rows: int, columns: int, scale: float = 0.1
     size = torch.exp2(torch.randint(-9, 3, (experts * rows, 1)).float()) * scale
     codes, scales = encode_fp4(torch.randn(experts * rows, columns) * size)
     plain = (torch.randn(shared, rows, columns) * scale).to(BF16)
-    return Stack(codes.view(experts, rows, -1), scales.view(experts, rows, -1), plain)
+    return Stack(as_halves(codes).view(experts, rows, -1), scales.view(experts, rows, -1), plain)
 
 
 def problem(tokens=21, experts=6, chosen=2, width=64, inner=64):
@@ -57,7 +57,7 @@ def test_the_definition_decodes_each_matrix():
     for expert in (0, 2, 6):
         rows = slice(bounds[expert], bounds[expert + 1])
         first, second = (
-            s.plain[0].float() if expert == 6 else decode_fp4(s.codes[expert], s.scales[expert])
+            s.plain[0].float() if expert == 6 else decode_fp4(as_pairs(s.codes[expert]), s.scales[expert])
             for s in (w13, w2)
         )
         gate, up = (hidden[rows] @ first.T).chunk(2, -1)
