@@ -28,9 +28,13 @@ def open_policy(folder: Path, *, experts: ExpertStorage = "plain") -> AnyPolicy:
 
     Raises:
         CheckpointError: It cannot be read.
-        ValueError: Experts to be kept packed are not stored in FP4.
+        ValueError: Experts to be kept packed are not stored in FP4, or of the other kind.
     """
-    return open_hf(folder) if is_hf_folder(folder) else load_policy(folder, experts=experts)
+    if not is_hf_folder(folder):
+        return load_policy(folder, experts=experts)
+    if experts != "plain":
+        raise ValueError(f"{folder} is a folder of transformers: its experts cannot be kept packed")
+    return open_hf(folder)
 
 
 def write_policy(policy: AnyPolicy, folder: Path, chat: ChatFormat) -> None:

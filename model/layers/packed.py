@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Literal
 
 import torch
@@ -41,6 +42,11 @@ class PackedExperts(nn.Module):
                 ("shared", (shared, rows, columns), dtype),
             ):
                 self.register_buffer(f"{name}_{part}", torch.empty(shape, dtype=kind, device=device))
+
+    @property
+    def weights(self) -> int:
+        """How many numbers the matrices stand for."""
+        return sum(prod(stack.shape) for stack in (self.w13, self.w2))
 
     @property
     def w13(self) -> Stack:

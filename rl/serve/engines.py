@@ -19,6 +19,7 @@ import torch
 from model.chat import ChatFormat, load_chat
 from model.engine.speculative import Speculation
 from model.images import ImageReader
+from model.layers.packed import PackedExperts
 from model.policies import AnyPolicy, open_policy
 from rl.engines.base import Engine
 from rl.engines.images import image_reader
@@ -127,10 +128,12 @@ def _load(options: ServeOptions, source: Source) -> tuple[AnyPolicy, ChatFormat]
     say(f"reading {source.folder} ({size / 1e6:.1f} MB)")
     started = time.monotonic()
     chat = load_chat(source.folder)
-    net = open_policy(source.folder).to(options.device)
+    experts = "packed" if options.packed_experts else "plain"
+    net = open_policy(source.folder, experts=experts).to(options.device)
     net.fake_quant = options.packed or (source.run is not None and source.run.trainer.fake_quant)
     net.exact = source.run is not None and source.run.exactness.on
     count = sum(parameter.numel() for parameter in net.parameters())
+    count += sum(module.weights for module in net.modules() if isinstance(module, PackedExperts))
     say(f"read {count / 1e6:.1f} million parameters in {time.monotonic() - started:.1f} s")
     return net, chat
 

@@ -37,6 +37,7 @@ class ServeOptions:
         threads: Cores; None: all.
         device: As torch calls it.
         packed: Whether caches hold rounded keys on pages.
+        packed_experts: Whether routed experts stay in the FP4 of the checkpoint.
         speculate: Whether the checkpoint's drafter drafts.
         prefix_store: The last tier of the prefix store.
         prefix: Its sizes.
@@ -56,6 +57,7 @@ class ServeOptions:
     threads: int | None = None
     device: str = "cpu"
     packed: bool = False
+    packed_experts: bool = False
     speculate: bool = False
     prefix_store: Tier = "off"
     prefix: PrefixSizes = field(default_factory=PrefixSizes)
@@ -139,9 +141,10 @@ def engine_settings(options: ServeOptions, source: Source) -> EngineSettings:
     if run is not None:
         base = {"engine": run.engine.name, "vllm": run.engine.vllm}
     settings = read_words(EngineSettings, options.settings, base)
-    if settings.engine == "vllm" and (options.packed or options.speculate or options.device != "cpu"):
+    own = options.packed or options.packed_experts or options.speculate or options.device != "cpu"
+    if settings.engine == "vllm" and own:
         raise PolicyError(
-            "--packed, --speculate, --prefix-store and --device belong to engine=native: vLLM has its own "
-            "caches, drafts and device"
+            "--packed, --packed-experts, --speculate, --prefix-store and --device belong to engine=native: "
+            "vLLM has its own weights, caches, drafts and device"
         )
     return settings

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -12,8 +13,9 @@ import openai
 import pytest
 
 from model.chat import nano_chat
-from model.checkpoint import save_policy
+from model.checkpoint import load_policy, save_policy
 from model.config import PolicyConfig
+from model.layers.packed import PackedExperts
 from model.policy import Policy
 from rl.checkpoint import CheckpointStore
 from rl.engines.native import EngineClosedError
@@ -99,10 +101,30 @@ def test_the_engine_is_the_runs_unless_words_choose_another():
     assert chosen("engine=native", source=trained).engine == "native"
     with pytest.raises(PolicyError, match=r"--packed.* belong to engine=native"):
         chosen("engine=vllm", packed=True)
+    with pytest.raises(PolicyError, match=r"--packed-experts.* belong to engine=native"):
+        chosen("engine=vllm", packed_experts=True)
     with pytest.raises(SettingsError, match="no effect with engine=native"):
         chosen("engine.vllm.dtype=float32")
     with pytest.raises(SettingsError, match=r"did you mean engine\?"):
         chosen("engin=vllm")
+
+
+async def test_experts_stay_in_fp4_where_the_checkpoint_has_them_so(checkpoint, capsys):
+    options = ServeOptions(target=str(checkpoint), packed_experts=True, threads=1)
+    with pytest.raises(ValueError, match="stores experts in FP4"):
+        async with open_engine(options, find_source(options), Taps()):
+            pass
+    policy, quantization = load_policy(checkpoint), PolicyConfig.preset("official").quantization
+    stored = replace(policy.config, quantization=quantization)
+    save_policy(policy, checkpoint, stored=stored)
+    read = []
+    for packed in (False, True):
+        options = replace(options, packed_experts=packed)
+        async with open_engine(options, find_source(options), Taps()) as served:
+            read.append(re.search(r"read (\S+) million", capsys.readouterr().err)[1])
+            kinds = {type(module) for module in served.engine._policy.modules()}
+            assert (PackedExperts in kinds) == packed
+    assert read[0] == read[1]
 
 
 def test_a_policy_of_our_own_network_is_not_served_by_vllm(checkpoint):
