@@ -20,7 +20,7 @@ from model.layers.moe import Router
 from model.ops.pack_keys import pack_keys
 from model.ops.packed_experts import Stack
 from model.policy import Policy
-from model.quant.weights import as_halves, encode_fp4
+from model.quant.weights import as_words, encode_fp4
 
 MAIN, INDEX = "main", "index"
 
@@ -145,7 +145,7 @@ def _draw_packed(stack: Stack, gain: float, at_once: int = 4) -> None:
         part = drawn[: len(codes) * rows]
         _heavy_tailed(part, std)
         packed, scale = encode_fp4(part)
-        codes.copy_(as_halves(packed).view_as(codes))
+        codes.copy_(as_words(packed).view_as(codes))
         scales.copy_(scale.view_as(scales))
 
 

@@ -30,7 +30,7 @@ from model.layers.engram_table import EngramTable, MappedRows, TableStorage
 from model.layers.packed import ExpertStorage, check_scales
 from model.policy import Policy
 from model.quant.blocks import WIDE_BLOCK
-from model.quant.weights import as_halves, as_pairs, decode_fp4, decode_fp8, encode_fp4, encode_fp8
+from model.quant.weights import as_pairs, as_words, decode_fp4, decode_fp8, encode_fp4, encode_fp8
 
 __all__ = [
     "CheckpointError",
@@ -206,7 +206,7 @@ def _load_packed(name: str, target: Tensor, reader: ShardReader) -> None:
         target.copy_(value.view(torch.uint8))
         check_scales(target)
     else:
-        target.copy_(as_halves(value))
+        target.copy_(as_words(value))
 
 
 def _load_table(name: str, target: Tensor, reader: ShardReader) -> set[str]:

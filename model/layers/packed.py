@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from model.ops.packed_experts import LARGEST_SCALE, Stack
 from model.quant.blocks import WIDE_BLOCK
-from model.quant.weights import as_halves, encode_fp4
+from model.quant.weights import as_words, encode_fp4
 
 ExpertStorage = Literal["plain", "packed"]
 """How a policy holds its routed experts: as trained, or in FP4 for inference."""
@@ -72,7 +72,7 @@ class PackedExperts(nn.Module):
                 continue
             codes, scales = encode_fp4(matrix)
             check_scales(scales)
-            stack.codes[expert].copy_(as_halves(codes))
+            stack.codes[expert].copy_(as_words(codes))
             stack.scales[expert].copy_(scales)
 
 

@@ -160,8 +160,63 @@ def e4m3_scale(codes):
 
 
 @triton.jit
+def e2m1_words(words):
+    """Eight E2M1 values a 32-bit word -> one bf16 tile for each nibble, lowest first, values * 2**-126."""
+    if INTERPRET:
+        w = words.to(tl.uint32, bitcast=True)
+        n0 = _e2m1_nibble(w)
+        n1 = _e2m1_nibble(w >> 4)
+        n2 = _e2m1_nibble(w >> 8)
+        n3 = _e2m1_nibble(w >> 12)
+        n4 = _e2m1_nibble(w >> 16)
+        n5 = _e2m1_nibble(w >> 20)
+        n6 = _e2m1_nibble(w >> 24)
+        n7 = _e2m1_nibble(w >> 28)
+    else:
+        # Halves of two words side by side; then each nibble of both in turn.
+        n0, n1, n2, n3, n4, n5, n6, n7 = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t, x, y;
+            prmt.b32 t, $8, $9, 0x5410;
+            shl.b32 x, t, 6; and.b32 x, x, 0x01C001C0;
+            shl.b32 y, t, 12; and.b32 y, y, 0x80008000; or.b32 $0, x, y;
+            shl.b32 x, t, 2; and.b32 x, x, 0x01C001C0;
+            shl.b32 y, t, 8; and.b32 y, y, 0x80008000; or.b32 $1, x, y;
+            shr.b32 x, t, 2; and.b32 x, x, 0x01C001C0;
+            shl.b32 y, t, 4; and.b32 y, y, 0x80008000; or.b32 $2, x, y;
+            shr.b32 x, t, 6; and.b32 x, x, 0x01C001C0;
+            and.b32 y, t, 0x80008000; or.b32 $3, x, y;
+            prmt.b32 t, $8, $9, 0x7632;
+            shl.b32 x, t, 6; and.b32 x, x, 0x01C001C0;
+            shl.b32 y, t, 12; and.b32 y, y, 0x80008000; or.b32 $4, x, y;
+            shl.b32 x, t, 2; and.b32 x, x, 0x01C001C0;
+            shl.b32 y, t, 8; and.b32 y, y, 0x80008000; or.b32 $5, x, y;
+            shr.b32 x, t, 2; and.b32 x, x, 0x01C001C0;
+            shl.b32 y, t, 4; and.b32 y, y, 0x80008000; or.b32 $6, x, y;
+            shr.b32 x, t, 6; and.b32 x, x, 0x01C001C0;
+            and.b32 y, t, 0x80008000; or.b32 $7, x, y;
+            }""",
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
+            [words],
+            dtype=(
+                tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+                tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+            ),
+            is_pure=True,
+            pack=2,
+        )  # fmt: skip
+    return n0, n1, n2, n3, n4, n5, n6, n7
+
+
+@triton.jit
+def _e2m1_nibble(w):
+    """The lowest nibble of each word as bf16 * 2**-126."""
+    return _bf16_bits((((w & 7) << 6) | ((w & 8) << 12)).to(tl.uint16))
+
+
+@triton.jit
 def ue8m0_scale(codes):
-    """UE8M0 bytes up to 136 -> scale * 2**118 in bf16; times `e2m1_halves`: value * 2**-8."""
+    """UE8M0 bytes up to 136 -> scale * 2**118 in bf16; times `e2m1_words`: value * 2**-8."""
     return _bf16_bits((codes.to(tl.uint16) + 118) << 7)
 
 

@@ -41,19 +41,19 @@ def decode_fp4(packed: Tensor, scale: Tensor) -> Tensor:
     return values * ue8m0.decode(scale.view(torch.uint8)).repeat_interleave(WIDE_BLOCK, dim=1)
 
 
-def as_halves(packed: Tensor) -> Tensor:
-    """Packed bytes [..., n] in another order: byte j of 16 holds columns j (low nibble) and j + 16 of 32.
+def as_words(packed: Tensor) -> Tensor:
+    """Packed bytes [..., n] in another order: nibble i of word j of a block of 32 holds column 4 i + j.
 
-    The two halves that a kernel decodes from a run of bytes then belong to two runs of columns.
+    A kernel that decodes one nibble of neighbouring words then gets neighbouring columns.
     """
-    blocks = e2m1.unpack(packed.view(torch.uint8)).unflatten(-1, (-1, 2, WIDE_BLOCK // 2))
-    return (blocks[..., 0, :] | (blocks[..., 1, :] << 4)).flatten(-2)
+    codes = e2m1.unpack(packed.view(torch.uint8)).unflatten(-1, (-1, 4, 2, 4))
+    return (codes[..., 0, :] | (codes[..., 1, :] << 4)).transpose(-1, -2).flatten(-3)
 
 
-def as_pairs(halves: Tensor) -> Tensor:
-    """The inverse of `as_halves`: the published order."""
-    blocks = halves.unflatten(-1, (-1, WIDE_BLOCK // 2))
-    return e2m1.pack(torch.cat([blocks & 15, blocks >> 4], dim=-1).flatten(-2))
+def as_pairs(words: Tensor) -> Tensor:
+    """The inverse of `as_words`: the published order."""
+    blocks = words.unflatten(-1, (-1, 4, 4)).transpose(-1, -2)
+    return e2m1.pack(torch.stack([blocks & 15, blocks >> 4], dim=-2).flatten(-4))
 
 
 def encode_fp4(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.quant import blocks, e2m1, e4m3, ue8m0
-from model.quant.weights import as_halves, as_pairs, decode_fp4, decode_fp8, encode_fp4, encode_fp8
+from model.quant.weights import as_pairs, as_words, decode_fp4, decode_fp8, encode_fp4, encode_fp8
 
 GRID = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 EVEN = {0.25: 0.0, 0.75: 1.0, 1.25: 1.0, 1.75: 2.0, 2.5: 2.0, 3.5: 4.0, 5.0: 4.0}
@@ -86,10 +86,11 @@ def test_stored_weights_decode_to_the_values_they_were_encoded_from(rows, column
     assert torch.equal(once.to(torch.bfloat16).float(), once)
 
 
-def test_the_order_in_halves_holds_the_same_codes():
+def test_the_order_in_words_holds_the_same_codes():
     packed = torch.randint(0, 256, (3, 5, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    halves = as_halves(packed)
+    words = as_words(packed).view(torch.int32).to(torch.int64) & 0xFFFFFFFF
     codes = e2m1.unpack(packed)
-    assert torch.equal(halves[..., 16:32] & 15, codes[..., 32:48])
-    assert torch.equal(halves[..., 16:32] >> 4, codes[..., 48:64])
-    assert torch.equal(as_pairs(halves), packed)
+    for word, nibble in ((0, 0), (1, 5), (5, 3), (15, 7)):
+        column = word // 4 * 32 + 4 * nibble + word % 4
+        assert torch.equal((words[..., word] >> (4 * nibble)) & 15, codes[..., column].long())
+    assert torch.equal(as_pairs(as_words(packed)), packed)

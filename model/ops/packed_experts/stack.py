@@ -19,7 +19,7 @@ class Stack:
     """E packed matrices [N, K], and S plain ones behind them."""
 
     codes: Tensor
-    """[E, N, K / 2] uint8, two E2M1 codes a byte, in the order of `model.quant.weights.as_halves`."""
+    """[E, N, K / 2] uint8, two E2M1 codes a byte, as `model.quant.weights.as_words` has them."""
     scales: Tensor
     """[E, N, K / 32] uint8, UE8M0, one a row and 32 columns."""
     plain: Tensor

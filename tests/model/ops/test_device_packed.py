@@ -8,7 +8,7 @@ from model.ops.dispatch import paths, reference_only
 from model.ops.experts import plan_of
 from model.ops.packed_experts import Stack, packed_experts
 from model.ops.packed_experts import reference as definition
-from model.quant.weights import as_halves, encode_fp4
+from model.quant.weights import as_words, encode_fp4
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
@@ -18,7 +18,7 @@ def _stack(experts: int, rows: int, columns: int) -> Stack:
     scale = columns**-0.5 * torch.exp2(torch.randint(-6, 3, (experts * rows, 1), device="cuda").float())
     codes, scales = encode_fp4(torch.randn(experts * rows, columns, device="cuda") * scale)
     plain = (torch.randn(1, rows, columns, device="cuda") * columns**-0.5).bfloat16()
-    return Stack(as_halves(codes).view(experts, rows, -1), scales.view(experts, rows, -1), plain)
+    return Stack(as_words(codes).view(experts, rows, -1), scales.view(experts, rows, -1), plain)
 
 
 @pytest.fixture(scope="module")
