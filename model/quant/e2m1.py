@@ -34,8 +34,7 @@ def encode(values: Tensor) -> Tensor:
 def decode(codes: Tensor) -> Tensor:
     """Values, float32, of uint8 codes."""
     magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=codes.device)
-    values = magnitudes[(codes & 7).long()]
-    return torch.where(codes >= 8, -values, values)
+    return torch.cat([magnitudes, -magnitudes])[codes.int()]
 
 
 def pack(codes: Tensor) -> Tensor:

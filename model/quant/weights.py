@@ -37,8 +37,8 @@ def encode_fp8(weight: Tensor, tile: tuple[int, int]) -> tuple[Tensor, Tensor]:
 
 def decode_fp4(packed: Tensor, scale: Tensor) -> Tensor:
     """[rows, columns / 2] bytes and scale bytes [rows, columns / 32] to float32 [rows, columns]."""
-    values = e2m1.decode(e2m1.unpack(packed.view(torch.uint8)))
-    return values * ue8m0.decode(scale.view(torch.uint8)).repeat_interleave(WIDE_BLOCK, dim=1)
+    values = e2m1.decode(e2m1.unpack(packed.view(torch.uint8))).unflatten(1, (-1, WIDE_BLOCK))
+    return (values * ue8m0.decode(scale.view(torch.uint8)).unsqueeze(-1)).flatten(1)
 
 
 def as_words(packed: Tensor) -> Tensor:
