@@ -52,7 +52,9 @@ def packed_experts(
             "groups do not belong together"
         )
     if use_kernel("packed_experts", x):
-        from model.ops.packed_experts import triton
+        from model.ops.packed_experts import chunks, triton
 
+        if len(x) >= chunks.TOKENS and not exact:
+            return chunks.packed_experts(x, w13, w2, weights, plan, limit=limit, rounded=rounded)
         return triton.packed_experts(x, w13, w2, weights, plan, limit=limit, rounded=rounded, exact=exact)
     return reference.packed_experts(x, w13, w2, weights, plan, limit=limit, rounded=rounded)

@@ -18,7 +18,15 @@ from torch import Tensor
 
 from model.ops.experts.plan import Plan
 from model.ops.packed_experts.stack import Stack
-from model.ops.tile import KEY_SCALE, e2m1_words, operand, round_bf16, scale_groups, ue8m0_scale
+from model.ops.tile import (
+    KEY_SCALE,
+    constant_bf16,
+    e2m1_words,
+    operand,
+    round_bf16,
+    scale_groups,
+    ue8m0_scale,
+)
 from model.quant.blocks import round_activation
 
 
@@ -34,8 +42,8 @@ class Tile:
 
 
 # Chosen by the number of tokens alone, never by where they went; exact mode has one for all.
-FEW = Tile(rows=16, columns=128, depth=256, warps=4, stages=3)
-MANY = Tile(rows=64, columns=128, depth=128, warps=4, stages=3)
+FEW = Tile(rows=8, columns=128, depth=256, warps=4, stages=3)
+MANY = Tile(rows=32, columns=128, depth=128, warps=4, stages=3)
 EXACT = MANY
 _FEW_TOKENS = 256
 
@@ -165,7 +173,7 @@ def product(
     step, wide = min(tile.depth, depth & -depth), min(tile.columns, rows & -rows)
     # Plain matrices are read in steps of as many bytes, lest they take the shared memory that decides how
     # many programs a processor runs.
-    plain = max(16, step // (4 if tile.rows <= 16 else 2))
+    plain = max(16, step // (4 if tile.rows < 32 else 2))
     # At most one tile begun for each group that has rows, and the whole ones.
     tiles = min(items, groups) + items // tile.rows
     _expert_product[(rows // wide, tiles)](
@@ -174,4 +182,30 @@ def product(
         K=weights.shape[1], KS=plan.place.shape[1], D=depth, N=columns, PAIR=pair, ROWS=tile.rows,
         COLUMNS=wide, DEPTH=step, PLAIN=plain, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _unpack(words, scales, out, total, BLOCK: tl.constexpr):
+    w = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    block = tl.program_id(0).to(tl.int64) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+    n0, n1, n2, n3, n4, n5, n6, n7 = e2m1_words(tl.load(words + w, mask=w < total, other=0))
+    lower = tl.join(tl.join(n0, n1), tl.join(n2, n3))
+    upper = tl.join(tl.join(n4, n5), tl.join(n6, n7))
+    # [words, 8] by nibble, then the columns of each block in order.
+    values = tl.reshape(tl.permute(tl.join(lower, upper), (0, 3, 2, 1)), (BLOCK // 4, 4, 8))
+    values = tl.reshape(tl.permute(values, (0, 2, 1)), (BLOCK // 4, 32))
+    scale = ue8m0_scale(tl.load(scales + block, mask=block < total // 4, other=0))
+    values = values * scale[:, None] * constant_bf16(KEY_SCALE)
+    target = out + block[:, None] * 32 + tl.arange(0, 32)[None, :]
+    tl.store(target, values.to(out.dtype.element_ty), mask=(block < total // 4)[:, None])
+
+
+def unpack(codes: Tensor, scales: Tensor) -> Tensor:
+    """Matrices [n, N, K] in bf16, exactly, of codes [n, N, K / 2] and scales [n, N, K / 32]."""
+    count, rows, half = codes.shape
+    out = torch.empty((count, rows, 2 * half), dtype=torch.bfloat16, device=codes.device)
+    words, block = codes.view(torch.int32), 1024
+    grid = (triton.cdiv(words.numel(), block),)
+    _unpack[grid](words, scales, out, words.numel(), BLOCK=block, num_warps=4)
     return out

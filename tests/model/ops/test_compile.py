@@ -271,6 +271,9 @@ CASES = {
     "packed_experts_few": lambda c: _packed_experts(c, 64, False),
     "packed_experts_many": lambda c: _packed_experts(c, T, False),
     "packed_experts_exact": lambda c: _packed_experts(c, 64, True),
+    "packed_experts_unpacked": lambda c: c(
+        packed.unpack, _t(32, 4608, 2560, dtype=BYTE), _t(32, 4608, 160, dtype=BYTE)
+    ),
     "index_decode": lambda c: _decode_index(c, False),
     "index_decode_listed": lambda c: _decode_index(c, True),
     "index_loss": lambda c: _index_loss(c, 32),

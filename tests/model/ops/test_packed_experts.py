@@ -48,6 +48,29 @@ def test_the_kernel_equals_its_definition(interpreted, rounded):
     assert _error(got, reference.packed_experts(*arguments, **options)) < 6e-3
 
 
+def test_unpacking_is_exact(interpreted):
+    pytest.importorskip("triton", reason="the kernels need Triton, an optional dependency")
+    held = stack(3, 1, 40, 96)
+    got = interpreted("model.ops.packed_experts.triton", "unpack", held.codes, held.scales)
+    assert torch.equal(got, torch.stack([held.matrix(expert, BF16) for expert in range(3)]))
+
+
+def test_chunks_of_unpacked_experts_equal_the_definition(monkeypatch):
+    pytest.importorskip("triton", reason="the kernels need Triton, an optional dependency")
+    from model.ops.packed_experts import chunks
+
+    def unpack(codes, scales):
+        zeros = torch.zeros(0, codes.shape[1], codes.shape[2] * 2, dtype=BF16)
+        return torch.stack([Stack(codes, scales, zeros).matrix(n) for n in range(len(codes))])
+
+    monkeypatch.setattr(chunks, "unpack", unpack)
+    monkeypatch.setattr(chunks, "_AT_ONCE", 4)
+    arguments = problem()
+    for rounded in (False, True):
+        got = chunks.packed_experts(*arguments, limit=0.5, rounded=rounded)
+        assert torch.equal(got, reference.packed_experts(*arguments, limit=0.5, rounded=rounded))
+
+
 def test_the_definition_decodes_each_matrix():
     x, w13, w2, weights, plan = problem()
     hidden = x[plan.tokens.long()].float()
