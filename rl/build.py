@@ -133,8 +133,8 @@ async def open_generator(
             role="decode" if config.launcher.prefill_replicas else "all",
             saved=SavedTurns(token_log / "turns", config.engine.persist_from),
             stage_weights=config.engine.stage_weights,
-            capture=config.trainer.replay_choices != "off",
-            capture_selections=config.trainer.replay_choices == "selections",
+            capture=config.replay_choices != "off",
+            capture_selections=config.replay_choices == "selections",
         )
         roled = RoledEngine(native, caches=rollout.kv_on_update) if config.launcher.prefill_replicas else None
         engine = roled or native
@@ -187,8 +187,8 @@ async def open_helper(config: RunConfig, role: Literal["prefill", "encode"]) -> 
         pages=config.engine.pages,
         replay=config.engine.replay,
         role=role,
-        capture=config.trainer.replay_choices != "off",
-        capture_selections=config.trainer.replay_choices == "selections",
+        capture=config.replay_choices != "off",
+        capture_selections=config.replay_choices == "selections",
         stage_weights=config.engine.stage_weights,
     )
     collective = config.launcher.weights == "collective"

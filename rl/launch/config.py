@@ -21,12 +21,13 @@ from rl.engines.capabilities import EngineName, check_engine
 from rl.engines.prefixes import PrefixSizes, Tier
 from rl.engines.vllm_settings import VllmSettings
 from rl.launch.config_env import Env
-from rl.launch.config_exact import Device, Exactness, check_exact, exactness
+from rl.launch.config_exact import Device, Exactness, check_exact, exactness, repeated_choices
 from rl.launch.config_policy import PolicySection, check_policy
 from rl.launch.inert import refuse_inert
 from rl.launch.section import Section
 from rl.rollout.config import RolloutConfig
 from rl.rollout.efforts import EffortDistribution, Efforts
+from rl.trainers.choices import ReplayChoices
 from rl.trainers.critic import CriticConfig
 from rl.trainers.opd import OPDConfig
 from rl.trainers.rl import RLConfig
@@ -414,6 +415,11 @@ class RunConfig(Section):
     def exactness(self) -> Exactness:
         """Whether trainer and sampler are exact; what `model.exact` comes to."""
         return exactness(self)
+
+    @property
+    def replay_choices(self) -> ReplayChoices:
+        """Which of the sampler's choices the engine records and training repeats."""
+        return repeated_choices(self, self.exactness.on)
 
     @property
     def learning_steps(self) -> int:

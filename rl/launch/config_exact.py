@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from rl.launch.config import RunConfig
+    from rl.trainers.choices import ReplayChoices
 
 Device = Literal["cpu", "cuda"]
 
@@ -19,8 +20,7 @@ BOUND = 1.25
 """Most that exact mode may cost where it is the default: its time / that of fast mode."""
 
 COSTS: dict[Device, float] = {"cuda": 1.08, "cpu": 1.35}
-"""What it costs: a step on a card (`benchmarks.rl_gpu`), the slower of trainer and sampler on a CPU
-(`benchmarks.exact`)."""
+"""What it costs at most: a step on a card (`benchmarks.rl_gpu`), decoding on a CPU (`benchmarks.exact`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,24 @@ class Exactness:
 
 def exactness(config: RunConfig) -> Exactness:
     """What `model.exact` comes to in this run."""
+    found = _decided(config)
+    if repeated_choices(config, found.on) == config.trainer.replay_choices:
+        return found
+    note = "recorded choices are not repeated, for the trainer makes those of the recomputed caches itself"
+    return Exactness(found.on, f"{found.why}; {note}")
+
+
+def repeated_choices(config: RunConfig, exact: bool) -> ReplayChoices:
+    """Which of the sampler's choices training repeats.
+
+    Caches that new weights recompute hold what these choose. The trainer in exact mode chooses the same, and
+    would not with what earlier weights chose for the tokens before.
+    """
+    recomputed = config.rollout.kv_on_update == "recompute" and config.rollout.staleness > 0
+    return "off" if exact and recomputed else config.trainer.replay_choices
+
+
+def _decided(config: RunConfig) -> Exactness:
     if config.model.exact != "auto":
         return Exactness(config.model.exact, f"model.exact={str(config.model.exact).lower()}")
     if config.policy.kind == "hf" or config.engine.name == "vllm":

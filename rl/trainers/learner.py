@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,9 @@ class Learner:
         else:
             config = self._config
             reference = frozen_copy(self.policy) if config.algorithm.needs_reference else None
+            settings = replace(config.trainer, replay_choices=config.replay_choices)
             self.rl = RLTrainer(
-                self.policy, config.trainer, config.algorithm, reference=reference, ranks=self._ranks
+                self.policy, settings, config.algorithm, reference=reference, ranks=self._ranks
             )
 
     @property

@@ -12,6 +12,7 @@ from rl.launch.config import RunConfig
 from rl.launch.config_exact import BOUND, COSTS
 from rl.launch.resume import ResumeError, check_changes
 from rl.launch.run import as_plain, open_run
+from rl.trainers.learner import Learner
 
 CALC = ["experiment=calc"]
 GPUS = ["launcher.learner_gpus=1", "launcher.replica_gpus=1"]
@@ -62,6 +63,24 @@ def test_what_is_said_holds(on, tmp_path):
 
 def test_kept_caches_do_not_forbid_exact_mode():
     assert exactness("model.exact=true", "rollout.kv_on_update=keep", "rollout.staleness=2").on
+
+
+@pytest.mark.parametrize(
+    ("words", "repeated"),
+    [
+        (["rollout.kv_on_update=recompute"], "off"),
+        (["rollout.kv_on_update=recompute", "rollout.staleness=0"], "experts"),
+        (["rollout.kv_on_update=recompute", "model.exact=false"], "experts"),
+        (["rollout.kv_on_update=keep"], "experts"),
+    ],
+)
+async def test_over_recomputed_caches_an_exact_trainer_chooses_for_itself(words, repeated, tmp_path):
+    config = load_config([*CALC, "model.exact=true", "rollout.staleness=1", *words])
+    assert config.replay_choices == repeated
+    assert ("recorded choices" in str(config.exactness)) == (repeated == "off")
+    learner = Learner(config, tmp_path / "checkpoints")
+    learner.begin_learning()
+    assert learner.rl is not None and learner.rl.config.replay_choices == repeated
 
 
 def test_two_kinds_of_devices_cannot_be_exact():

@@ -133,6 +133,26 @@ def test_a_turn_of_two_versions_keeps_the_routing_of_each(policy, make_trajector
     assert (ids[-1] == FREE).all() and (ids[:-1] != FREE).all()
 
 
+def test_recomputed_caches_are_exact_when_the_trainer_chooses_for_itself(policy, make_trajectory) -> None:
+    engine = Engine(policy, max_requests=1, max_tokens=64, capture=True)
+    engine.submit(Request("s", PROMPTS[2], SamplingParams(max_tokens=16, seed=1)))
+    for _ in range(8):
+        engine.step()
+    weights = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    engine.load_state(moved(weights), 1, caches="recompute")
+    ended = []
+    while engine.has_work:
+        ended += engine.step().finished
+    trajectory = make_trajectory([[as_turn(PROMPTS[2], ended[0])]])
+    trainer, equal = RLTrainer(policy, RLConfig(token_budget=64), AlgorithmConfig()), {}
+    for replayed in ("off", "experts"):
+        (sample,) = trajectory_samples(trajectory, 1.0, replay=replayed)
+        assert sample.states is not None and (sample.states[sample.policy_version == 1] == 0).all()
+        new = sample.policy_version == 1
+        equal[replayed] = np.array_equal(trainer.logprobs([sample])[0][new], sample.logprobs[new])
+    assert equal == {"off": True, "experts": False}
+
+
 def moved(state):
     """The weights with other routers."""
     draw = torch.Generator().manual_seed(1)
