@@ -4,13 +4,44 @@ A time is taken with a cold L2 for kernels of a millisecond, and by replaying a 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from triton.testing import do_bench
 
+BYTES = "x the ideal's bytes"
+"""Unit of a figure for which lower is better, as it is for times."""
 HEADER = ["kernel", "speed against", "figure", "time", "must / good / stretch", "reached", "error", "note"]
+
+
+@dataclass
+class Peer:
+    """What else does a row's work: its microseconds, or why there are none."""
+
+    name: str
+    time_us: float = 0.0
+    reason: str = ""
+
+    def cell(self, time_us: float) -> str:
+        """How many times faster than it a kernel of `time_us` is."""
+        if self.reason:
+            return f"{self.name}: {self.reason}"
+        return f"{self.time_us / time_us:.2f}x {self.name}"
+
+
+def measured(name: str, time: Callable[[], float]) -> Peer:
+    """A peer that may not be installed, or not run here: then the reason stands in the table."""
+    try:
+        return Peer(name, time())
+    except ImportError as error:
+        return Peer(name, reason=f"{error.name} is not installed" if error.name else str(error)[:120])
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        print(f"{name}: {type(error).__name__}: {error}"[:2000], flush=True)
+        return Peer(name, reason=f"{type(error).__name__}: {first}"[:120].replace("|", "/"))
+    finally:
+        torch.cuda.empty_cache()
 
 
 @dataclass
@@ -26,10 +57,12 @@ class Row:
     peer: str = ""
     peer_us: float = 0.0
     note: str = ""
+    others: list[Peer] = field(default_factory=list)
+    """Peers beside the first."""
 
     def met(self, target: float) -> bool:
         """Whether the value reaches a target."""
-        return self.value <= target if self.unit == "us" else self.value >= target
+        return self.value <= target if self.unit in ("us", BYTES) else self.value >= target
 
     @property
     def level(self) -> str:
@@ -41,11 +74,12 @@ class Row:
 
     def cells(self) -> list[str]:
         """Cells of the table, the ratio to the peer first."""
-        ratio = f"{self.peer_us / self.time_us:.2f}x" if self.peer_us else "-"
+        first = [Peer(self.peer, self.peer_us)] if self.peer_us else []
+        ratios = "; ".join(peer.cell(self.time_us) for peer in first + self.others)
         targets = " / ".join(f"{t:g}" for t in self.targets) if self.targets else "-"
         return [
             self.what,
-            f"{ratio} {self.peer}".strip(),
+            ratios or "-",
             f"{self.value:.4g} {self.unit}",
             f"{self.time_us:.1f} us",
             targets,

@@ -7,6 +7,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from benchmarks import kernel_data as data
+from benchmarks import kernels_peers as peers
 from benchmarks.kernel_data import HEADS, SCALE, TOPK, WIDTH
 from benchmarks.kernel_timing import Row, error, replayed, timed
 from model.ops.engram_gate import engram_gate
@@ -60,6 +61,7 @@ def log_probability() -> list[Row]:
     total = timed(lambda: both(linear_logprob), 400)
     peer = timed(lambda: _peer_logprob(hidden, weight, labels), 150)
     peer_total = timed(lambda: both(_peer_logprob), 400)
+    others = peers.liger_cross_entropy(hidden, weight, labels, got[0])
     flops = 2 * count * vocabulary * width
     return [
         Row(
@@ -81,7 +83,8 @@ def log_probability() -> list[Row]:
             (600, 640, 670),
             "torch logits by chunks, checkpointed",
             peer_total,
-            f"workspace with the gradients {memory:.2f} GiB, peer {peer_memory:.2f} GiB",
+            f"workspace with the gradients {memory:.2f} GiB, torch {peer_memory:.2f} GiB",
+            others,
         ),
     ]
 
@@ -121,9 +124,12 @@ def reverse_kl() -> list[Row]:
     total = timed(lambda: both(linear_reverse_kl), 250)
     peer = timed(lambda: _peer_kl(hidden, weight, other, head), 100)
     peer_total = timed(lambda: both(_peer_kl), 250)
+    with torch.no_grad():
+        ours = linear_reverse_kl(hidden, weight, other, head)
+    liger = peers.liger_reverse_kl((hidden, weight), (other, head), ours)
     flops = 2 * count * VOCABULARY * width
     chunks = "torch logits of both by chunks of 1024"
-    note = f"workspace with the gradients {memory:.2f} GiB, peer {peer_memory:.2f} GiB"
+    note = f"workspace with the gradients {memory:.2f} GiB, torch {peer_memory:.2f} GiB"
     rate, all_rate = 2 * flops / forward / 1e6, 6 * flops / total / 1e6
     name = "linear reverse KL, forward (2 products)"
     return [
@@ -138,6 +144,7 @@ def reverse_kl() -> list[Row]:
             chunks + ", checkpointed",
             peer_total,
             note,
+            [liger],
         ),
     ]
 

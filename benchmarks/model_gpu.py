@@ -3,9 +3,9 @@
     python -m benchmarks.model_gpu [--parts parity,exact,turns,prefill,decode,launches,train,ablation]
 
 The policy has official attention widths, 12 layers of every kind and 1.9 B random, heavy-tailed weights
-(`benchmarks.model_gpu_setup`). The peer is a dense model of equal size with grouped-query attention by
-PyTorch's SDPA. The last lines are a table of figures with what must be reached; the exit status is 1 when
-one is missed.
+(`benchmarks.model_gpu_setup`). The peer is a dense model of equal size from transformers, with Liger's
+kernels when they are installed (`benchmarks.model_gpu_peer`; `pip install 'tempering[hf,peers]'`). The last
+lines are a table of figures with what must be reached; the exit status is 1 when one is missed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from benchmarks import model_gpu_parity as parity
+from benchmarks import model_gpu_peer as peer
 from benchmarks import model_gpu_times as times
 from benchmarks import model_gpu_turns as turns
 from benchmarks.model_gpu_setup import cache_of, fill, policy_on_gpu
@@ -129,7 +131,15 @@ def _prefill(policy: Policy) -> list[Figure]:
     rows = [
         Figure("prefill of 64K, all layers / encoder alone", whole / half, "x", (1.7, 1.85, 1.95), True, note)
     ]
-    gc.collect()
+    for tokens in (8192, 32768):
+        found = _of_peer(policy, lambda model, tokens=tokens: peer.prefill(model, tokens))
+        for decoded, name in ((128, "decoder at its end"), (None, "all layers")):
+            _clean()
+            torch.cuda.reset_peak_memory_stats()
+            seconds = times.prefill(policy, tokens, decoded)
+            memory = torch.cuda.max_memory_allocated() / 2**30
+            rows.append(_against(f"prefill at {tokens}, {name}", tokens, seconds, memory, found))
+    _clean()
     before = torch.cuda.memory_allocated()
     one = policy.new_cache(1, LONG, storage="packed")
     held = torch.cuda.memory_allocated() - before
@@ -153,7 +163,12 @@ def _decode(policy: Policy) -> list[Figure]:
             _clean()
             speed, step = batch / seconds[batch, context], 1000 * seconds[batch, context]
             rows.append(
-                Figure(f"decode, batch {batch} at {context}", speed, "tokens/s", note=f"{step:.2f} ms a step")
+                Figure(
+                    f"decode from packed keys, batch {batch} at {context}",
+                    speed,
+                    "tokens/s",
+                    note=f"{step:.2f} ms a step",
+                )
             )
     ratio = seconds[1, MILLION] / seconds[1, SHORT]
     rows.append(Figure("decode step at 1M / at 4K, batch 1", ratio, "x", (2.0, 1.6, 1.35)))
@@ -194,8 +209,7 @@ def _launches(policy: Policy) -> list[Figure]:
 
 
 def _train(policy: Policy) -> list[Figure]:
-    rows, weights = [], sum(p.numel() for p in policy.parameters())
-    ours = {}
+    rows, ours = [], {}
     for tokens in (8192, 32768):
         _clean()
         torch.cuda.reset_peak_memory_stats()
@@ -204,19 +218,40 @@ def _train(policy: Policy) -> list[Figure]:
     rate = times.operations(policy, 8192) / seconds
     note = f"{rate / 1e12:.0f} TFLOP/s of 989, {8192 / seconds:.0f} tokens/s"
     rows.append(Figure("training, utilisation at 8K", 100 * rate / PEAK, "%", (25, 35, 45), True, note))
-    for tokens in ours:
-        _clean()
-        torch.cuda.reset_peak_memory_stats()
-        dense = times.Dense(weights, policy.config.vocab_size).to("cuda", torch.bfloat16)
-        peer = times.dense_step(dense, tokens)
-        peak = torch.cuda.max_memory_allocated() / 2**30
-        held = sum(p.numel() for p in policy.parameters()) * 2 / 2**30
-        own, memory = ours[tokens]
-        speeds = f"{tokens / own:.0f} against {tokens / peer:.0f} tokens/s"
-        note = f"{speeds}; peak {memory:.1f} against {peak - held:.1f} GiB"
-        rows.append(Figure(f"training at {tokens}, speed / dense peer's", peer / own, "x", note=note))
-        del dense
+    for tokens, (seconds, memory) in ours.items():
+        found = _of_peer(policy, lambda model, tokens=tokens: peer.train_step(model, tokens))
+        rows.append(_against(f"training at {tokens}", tokens, seconds, memory, found))
     return rows
+
+
+def _against(
+    what: str, tokens: int, seconds: float, memory: float, found: tuple[float, float, str]
+) -> Figure:
+    """Our speed and peak memory beside the peer's."""
+    other, peak, name = found
+    if not other:
+        note = f"{tokens / seconds:.0f} tokens/s, peak {memory:.1f} GiB; {name}"
+        return Figure(f"{what}, speed / dense peer's", float("nan"), "x", note=note)
+    speeds = f"{tokens / seconds:.0f} against {tokens / other:.0f} tokens/s"
+    note = f"{speeds}; peak {memory:.1f} against {peak:.1f} GiB; {name}"
+    return Figure(f"{what}, speed / dense peer's", other / seconds, "x", note=note)
+
+
+def _of_peer(policy: Policy, run: Callable[[Any], float]) -> tuple[float, float, str]:
+    """Seconds and peak GiB of the dense peer without the policy's weights, and its name; or 0 and why not."""
+    _clean()
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    try:
+        model = peer.dense(sum(p.numel() for p in policy.parameters()), policy.config.vocab_size)
+        weights = sum(p.numel() for p in model.parameters())
+        seconds = run(model)
+        peak = (torch.cuda.max_memory_allocated() - held) / 2**30
+        return seconds, peak, f"{weights / 1e9:.2f} B weights, {peer.name()}"
+    except ImportError as error:
+        return 0.0, 0.0, f"{error.name} is not installed"
+    except torch.OutOfMemoryError:
+        return 0.0, 0.0, f"out of memory: {peer.name()}"
 
 
 _OPS = [

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from benchmarks.model_gpu_setup import cache_of, fill
 from model.cache.policy_cache import PolicyCache
@@ -71,20 +70,6 @@ def operations(policy: Policy, tokens: int) -> float:
         if layer in c.index_source_layer_ids:
             index += 2 * c.index_n_heads * c.index_head_dim * tokens / ratio / 2
     return tokens * (6 * met + attention + index)
-
-
-def dense_step(model: Dense, tokens: int) -> float:
-    """The same step of the dense peer."""
-    ids = torch.randint(0, model.embed.num_embeddings, (tokens,), device="cuda")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-
-    def step() -> None:
-        logprob, *_ = linear_logprob(model(ids)[:-1], model.head.weight, ids[1:])
-        (-logprob.mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return median(step, 3, 2)
 
 
 @torch.no_grad()
@@ -179,48 +164,3 @@ def step_alone(policy: Policy, cache: PolicyCache, slots: list[int], tokens: int
 
     run()
     return run
-
-
-class DenseBlock(torch.nn.Module):
-    """A layer of the dense peer: grouped-query attention by SDPA and a gated MLP."""
-
-    def __init__(self, width: int, heads: int, groups: int, inner: int) -> None:
-        super().__init__()
-        self.heads, self.groups, self.size = heads, groups, width // heads
-        self.norm1, self.norm2 = torch.nn.RMSNorm(width), torch.nn.RMSNorm(width)
-        self.qkv = torch.nn.Linear(width, width + 2 * groups * self.size, bias=False)
-        self.out = torch.nn.Linear(width, width, bias=False)
-        self.up = torch.nn.Linear(width, 2 * inner, bias=False)
-        self.down = torch.nn.Linear(inner, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, d] of one document."""
-        q, k, v = self.qkv(self.norm1(x)).split(
-            [self.heads * self.size, self.groups * self.size, self.groups * self.size], 1
-        )
-        q, k, v = (y.unflatten(1, (-1, self.size)).transpose(0, 1)[None] for y in (q, k, v))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.out(attended[0].transpose(0, 1).flatten(1))
-        gate, up = self.up(self.norm2(x)).chunk(2, 1)
-        return x + self.down(F.silu(gate) * up)
-
-
-class Dense(torch.nn.Module):
-    """A dense model with as many weights as the policy, 24 layers of width 2048."""
-
-    def __init__(self, weights: int, vocabulary: int, width: int = 2048, layers: int = 24) -> None:
-        super().__init__()
-        heads, groups = 16, 4
-        attention = 2 * width * width + 2 * width * groups * (width // heads)
-        inner = int((weights - 2 * vocabulary * width) / layers - attention) // (3 * width) // 64 * 64
-        self.embed = torch.nn.Embedding(vocabulary, width)
-        self.blocks = torch.nn.ModuleList(DenseBlock(width, heads, groups, inner) for _ in range(layers))
-        self.norm = torch.nn.RMSNorm(width)
-        self.head = torch.nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """[T] to the head's input [T, d]."""
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x)
