@@ -116,6 +116,14 @@ def replayed(runs: list[Callable[[], object]]) -> float:
     return sorted(times[4:])[10] * 1000 / len(runs)
 
 
+def peak(run: Callable[[], object]) -> float:
+    """GiB that a call takes beyond what is held."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
 def error(got: Tensor, expected: Tensor) -> float:
     """Relative L2 error; NaN counts as infinite."""
     value = ((got.double() - expected.double()).norm() / expected.double().norm()).item()

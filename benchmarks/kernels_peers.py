@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 from benchmarks import kernel_data as data
 from benchmarks import kernel_tilelang
 from benchmarks.kernel_data import SCALE, WINDOW
-from benchmarks.kernel_timing import Peer, error, measured, timed
+from benchmarks.kernel_timing import Peer, error, measured, peak, timed
 
 FLEX_OPTIONS = {
     "fwd_BLOCK_M": 64,
@@ -154,14 +154,6 @@ def flex_backward(x: data.Attention, gradient: Tensor, part: int = 1024) -> list
     ]
 
 
-def _peak(run: Callable[[], object]) -> float:
-    """GiB that a call takes beyond what is held."""
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    return (torch.cuda.max_memory_allocated() - before) / 2**30
-
-
 def liger_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, ours: Tensor) -> list[Peer]:
     """Forward and backward of the mean negative log-probability; Liger makes both in its forward.
 
@@ -179,7 +171,7 @@ def liger_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, ours: Te
 
         with torch.no_grad():
             checked(-liger_fused_linear_cross_entropy(x, w, labels), ours.mean())
-        memory = _peak(run)
+        memory = peak(run)
         return timed(run, 400)
 
     def with_entropy() -> float:
@@ -214,7 +206,7 @@ def liger_reverse_kl(student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tens
 
         with torch.no_grad():
             checked(liger_fused_linear_jsd(x, w, *teacher, jsd_beta=1.0), ours.mean())
-        memory = _peak(run)
+        memory = peak(run)
         return timed(run, 250)
 
     found = measured("Liger fused linear JSD, beta 1", time)

@@ -9,7 +9,7 @@ from torch import Tensor
 from benchmarks import kernel_data as data
 from benchmarks import kernels_peers as peers
 from benchmarks.kernel_data import HEADS, SCALE, TOPK, WIDTH
-from benchmarks.kernel_timing import Row, error, replayed, timed
+from benchmarks.kernel_timing import Row, error, peak, replayed, timed
 from model.ops.engram_gate import engram_gate
 from model.ops.engram_gate import reference as gate_definition
 from model.ops.index_loss import index_loss
@@ -43,12 +43,6 @@ def log_probability() -> list[Row]:
     def both(run: Callable) -> tuple[Tensor, ...]:
         return torch.autograd.grad(run(x, w, labels)[:2], (x, w), grads)
 
-    def peak(run: Callable) -> float:
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        both(run)
-        return (torch.cuda.max_memory_allocated() - before) / 2**30
-
     wide = hidden[some].double().requires_grad_()
     expected = logprob_definition.linear_logprob(wide, weight.double(), labels[some], temperature=1.0)
     (gradient,) = torch.autograd.grad(expected[:2], wide, [g[some].double() for g in grads])
@@ -56,7 +50,7 @@ def log_probability() -> list[Row]:
     worst = max(error(a[some], b) for a, b in zip(got[:2], expected[:2], strict=True))
     backward_error = error(both(linear_logprob)[0][some], gradient)
     del expected, gradient
-    memory, peer_memory = peak(linear_logprob), peak(_peer_logprob)
+    memory, peer_memory = (peak(lambda run=run: both(run)) for run in (linear_logprob, _peer_logprob))
     forward = timed(lambda: linear_logprob(hidden, weight, labels), 150)
     total = timed(lambda: both(linear_logprob), 400)
     peer = timed(lambda: _peer_logprob(hidden, weight, labels), 150)
@@ -119,7 +113,7 @@ def reverse_kl() -> list[Row]:
     worst = error(linear_reverse_kl(hidden, weight, other, head)[some], expected)
     backward_error = error(both(linear_reverse_kl)[0][some], gradient)
     del arguments, expected, gradient
-    memory, peer_memory = (_peak(lambda run=run: both(run)) for run in (linear_reverse_kl, _peer_kl))
+    memory, peer_memory = (peak(lambda run=run: both(run)) for run in (linear_reverse_kl, _peer_kl))
     forward = timed(lambda: linear_reverse_kl(hidden, weight, other, head), 100)
     total = timed(lambda: both(linear_reverse_kl), 250)
     peer = timed(lambda: _peer_kl(hidden, weight, other, head), 100)
@@ -147,14 +141,6 @@ def reverse_kl() -> list[Row]:
             [liger],
         ),
     ]
-
-
-def _peak(run: Callable) -> float:
-    """GiB that a call takes beyond what is held."""
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    return (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
 def _peer_kl(hidden: Tensor, weight: Tensor, other: Tensor, head: Tensor) -> Tensor:
