@@ -18,17 +18,17 @@ from benchmarks.kernel_timing import Peer, error, measured, peak, timed
 
 FLEX_OPTIONS = {
     "fwd_BLOCK_M": 64,
-    "fwd_BLOCK_N": 32,
-    "fwd_num_stages": 3,
-    "fwd_num_warps": 4,
+    "fwd_BLOCK_N": 64,
+    "fwd_num_stages": 1,
+    "fwd_num_warps": 8,
     "BLOCK_M1": 32,
     "BLOCK_N1": 32,
     "BLOCK_M2": 32,
     "BLOCK_N2": 32,
-    "bwd_num_stages": 1,
-    "bwd_num_warps": 4,
+    "bwd_num_stages": 2,
+    "bwd_num_warps": 8,
 }
-"""PyTorch's own choice at 512 channels does not fit into shared memory in the backward; these tiles do."""
+"""The fastest tiles of those tried at 512 channels on an H200."""
 
 
 def checked(got: Tensor, expected: Tensor, tolerance: float = 2e-2) -> None:
@@ -219,6 +219,7 @@ def liger_boundary(arguments: tuple[Tensor, ...], ours: tuple[Tensor, ...]) -> P
     """Update, input mix, RMSNorm and coefficients by Liger's hyper-connections and norm."""
 
     def time() -> float:
+        from liger_kernel.ops import mhc
         from liger_kernel.transformers import functional as liger
 
         streams, branch, coefficients, projection, base, scale, norm = arguments
@@ -226,16 +227,19 @@ def liger_boundary(arguments: tuple[Tensor, ...], ours: tuple[Tensor, ...]) -> P
         mix = mix.unflatten(1, (4, 4)).transpose(1, 2).contiguous()
         pre, post = pre.contiguous(), post.contiguous()
         phi, weight = projection.T.to(streams.dtype).contiguous(), norm.to(streams.dtype)
+        given = {"tmax": 20, "pre_eps": 1e-6, "sinkhorn_eps": 1e-6, "post_mult": 2.0}
 
-        def run() -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        def run() -> tuple[Tensor, Tensor, Tensor]:
             updated = liger.liger_mhc_post_res(streams, branch, post, mix)
             entered = liger.liger_rms_norm(liger.liger_mhc_pre(updated, pre), weight, 1e-6)
-            return updated, entered, liger.liger_mhc_coeffs(updated, phi, base, *scale.unbind(), tmax=20)
+            # Its own tiles unroll 80 steps at this width, and compile for minutes.
+            logits, _ = mhc.mhc_mm_norm_fwd(updated.flatten(1), phi, 1e-20, block_k=1024, num_warps=8)
+            return updated, entered, mhc.mhc_split_sinkhorn_fwd(logits, base, *scale.unbind(), **given)[2]
 
-        updated, entered, next_ones = run()
+        updated, entered, next_mix = run()
         checked(updated, ours[0])
         checked(entered, ours[1])
-        checked(next_ones[2], ours[2][:, 8:].unflatten(1, (4, 4)), 5e-2)  # its projection is bf16
+        checked(next_mix, ours[2][:, 8:].unflatten(1, (4, 4)), 5e-2)  # its projection is bf16
         return timed(run)
 
     return measured("Liger mHC + RMSNorm", time)
