@@ -14,6 +14,7 @@ def _compiled(heads: int, width: int, keys: int, scale: float, policy: str, bloc
     import tilelang
     import tilelang.language as T
 
+    tilelang.set_log_level("WARNING")
     tokens, rows = T.dynamic("tokens"), T.dynamic("rows")
     parts, factor = getattr(T.GemmWarpPolicy, policy), scale * _LOG2E
 

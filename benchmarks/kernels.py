@@ -211,8 +211,9 @@ def main() -> int:
         torch.manual_seed(int(datetime.datetime.now().timestamp()) % 100_000)
         begin = time.perf_counter()
         try:
-            rows += SECTIONS[name]()
-            print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
+            found = SECTIONS[name]()
+            print(f"{name}: {time.perf_counter() - begin:.0f} s\n{table(found)}", flush=True)
+            rows += found
         except Exception:
             traceback.print_exc()
             failed.append(name)

@@ -28,7 +28,7 @@ FLEX_OPTIONS = {
     "bwd_num_stages": 2,
     "bwd_num_warps": 8,
 }
-"""The fastest tiles of those tried at 512 channels on an H200."""
+"""The fastest of the tiles tried at 512 channels; in the backward far faster than PyTorch's own choice."""
 
 
 def checked(got: Tensor, expected: Tensor, tolerance: float = 2e-2) -> None:
