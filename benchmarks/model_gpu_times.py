@@ -123,7 +123,7 @@ def of_a_layer(names: list[tuple[str, float]], layer: int) -> list[str]:
 PARTS = {
     "attention": ("_decode", "_forward", "_joint_rows"),
     "index scan": ("_scores",),
-    "top-k": ("_select", "_group_maxima", "_select_postponed", "_rows"),
+    "top-k": ("_select", "_maxima", "_rows"),
     "hyper-connections": ("_coefficients", "_update", "_input"),
     "experts": ("_few", "_expert", "_route", "_place", "_histogram", "_swiglu", "cutlass", "prepare_grouped"),
     "products": ("nvjet", "splitK", "gemm", "_product", "_add", "cublas"),

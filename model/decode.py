@@ -20,6 +20,7 @@ from model.fused import COEFFICIENTS, coefficients, experts, project
 from model.layers.attention import Attention
 from model.layers.engram_hash import look_back
 from model.layers.exact import is_exact
+from model.ops.candidates import best_blocks
 from model.ops.decode_rows import decode_rows
 from model.ops.hyper_boundary import STREAMS, hyper_input, hyper_update
 from model.ops.index_decode import decode_scores
@@ -70,6 +71,7 @@ class Step:
         self.target = given.slots * self.entries + given.positions % self.entries
         self.windows = [self._window(floor, config.sliding_window) for floor in given.floors]
         self._angles: dict[int, Angles] = {}
+        self._ends: dict[int, Tensor] = {}
         none = torch.full((len(given.slots), 1), -1, dtype=torch.int32, device=given.slots.device)
         self._nothing = none, none.new_zeros((1, 9 * config.head_dim // 16), dtype=torch.uint8)
 
@@ -129,6 +131,12 @@ class Step:
             self._angles[kind] = angles_of(self.given.positions, attention.frequencies)
         return self._angles[kind]
 
+    def ends(self, ratio: int) -> Tensor:
+        """[B] int32, how many main keys of `ratio` tokens each token sees."""
+        if ratio not in self._ends:
+            self._ends[ratio] = torch.div(self.given.positions + 1, ratio, rounding_mode="floor").int()
+        return self._ends[ratio]
+
     def _engram(self) -> Tensor | None:
         policy, cache, given = self.policy, self.cache, self.given
         if policy.engram_hash is None or policy.token_map is None:
@@ -174,14 +182,13 @@ class Step:
         indexer, rule = attention.indexer, attention.rule
         heads = indexer.wq_b(latent).unflatten(-1, (indexer.heads, indexer.width))
         heads = index_heads(heads, *self.angles(attention), rounded=True)
-        weights = indexer.weights_proj(x) * (indexer.width**-0.5 * indexer.heads**-0.5)
-        ends = torch.div(self.given.positions + 1, attention.ratio, rounding_mode="floor").int()
+        ends = self.ends(attention.ratio)
         width = max(self.width // attention.ratio, 1)
         size = 8 if rule is None else rule.size
         blocks = known.blocks if attention.restricted else None
         scores = decode_scores(
             heads,
-            weights.float(),
+            indexer.weights_proj(x),
             index.records,
             self.table,
             ends,
@@ -189,15 +196,17 @@ class Step:
             page_groups=main.page_groups,
             blocks=blocks,
             block_size=size,
+            factor=indexer.width**-0.5 * indexer.heads**-0.5,
         )
         made = known.blocks
         if rule is not None and not attention.restricted and rule.count(width) > rule.blocks:
-            made = _blocks(scores, ends, rule.blocks, size)
-        chosen = topk(scores, attention.top_k, ends=ends if blocks is None else None)
-        rows, counts = decode_rows(
-            chosen, self.table, page_groups=main.page_groups, blocks=blocks, block_size=size
-        )
-        counts = torch.stack([counts, self._window_of(attention)[1]], 1)
+            made = best_blocks(scores, ends, rule.blocks, size)
+        if blocks is None:
+            chosen = topk(scores, attention.top_k, ends=ends)
+        else:
+            chosen = topk(scores, attention.top_k, blocks=blocks, block_size=size, packed=True)
+        seen = self._window_of(attention)[1]
+        rows, counts = decode_rows(chosen, self.table, seen, page_groups=main.page_groups)
         return replace(known, rows=rows, counts=counts, blocks=made)
 
     def _window_of(self, attention: Attention) -> tuple[Tensor, Tensor]:
@@ -235,11 +244,3 @@ class Step:
             exact=is_exact(),
         )
         return project(attention, output, angles), known
-
-
-def _blocks(scores: Tensor, ends: Tensor, count: int, size: int) -> Tensor:
-    """[B, C] int32 best blocks of masked scores; that of the newest key is always among them."""
-    best = F.pad(scores, (0, -scores.shape[1] % size), value=-torch.inf).unflatten(-1, (-1, size)).amax(-1)
-    newest = torch.div(ends - 1, size, rounding_mode="floor").long().clamp_min(0)
-    best.scatter_(1, newest[:, None], torch.inf)
-    return topk(best, count)

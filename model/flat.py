@@ -131,8 +131,8 @@ class Flat:
         """Tokens of the longest sequence, cached ones counted."""
         return int((self._starts + self._lengths).max())
 
-    def sequences(self, ratio: int) -> list[tuple[int, int, int, int]]:
-        """Of each sequence the range of its packed tokens and the range of its keys."""
+    def sequences(self, ratio: int) -> list[tuple[int, int, int, int, int]]:
+        """Of each sequence the range of its packed tokens, that of its keys, and the tokens before."""
         if self.cached:
             width = self.batch.rows[0].width(ratio)
             keys = [(at * width, (at + 1) * width) for at in range(len(self._offsets))]
@@ -140,7 +140,8 @@ class Flat:
             ends = (self._lengths // ratio).cumsum(0).tolist()
             keys = list(zip([0, *ends], ends, strict=False))
         tokens = zip(self._offsets.tolist(), (self._offsets + self._lengths).tolist(), strict=True)
-        return [(*token, *key) for token, key in zip(tokens, keys, strict=True) if key[1] > key[0]]
+        before = self._starts.tolist()
+        return [(*t, *k, held) for t, k, held in zip(tokens, keys, before, strict=True) if k[1] > k[0]]
 
     def angles(self, ratio: int, frequencies: Tensor) -> Angles:
         """Of the tokens, in a layer of `ratio`."""

@@ -13,6 +13,7 @@ from model.choices import FREE, force
 from model.flat import Angles, Flat, Groups
 from model.layers.linear import wide_linear
 from model.layers.norm import rms_norm
+from model.ops.candidates import best_blocks, topk_in_blocks
 from model.ops.indexer import index_scores, index_topk
 from model.ops.pack_keys import pack_keys
 from model.ops.records import unpack
@@ -25,8 +26,10 @@ if TYPE_CHECKING:
     from model.cache.policy_cache import PolicyCache
     from model.layers.attention import Attention
 
-_CHUNK = 1024
-"""Queries whose scores are held at once where candidates are kept."""
+_CHUNK, _FEWEST, _SCORES = 1024, 64, 1 << 27
+"""Most and fewest queries whose scores are held at once where candidates are kept, and how many scores."""
+_TILE = 64
+"""Keys that a score kernel takes at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,37 +246,27 @@ def _among_candidates(
     query, index_keys, weights = asked
     count = flat.count
     indices = torch.full((count, attention.top_k), -1, dtype=torch.int32, device=flat.device)
-    blocks = torch.full((count, rule.blocks), -1, dtype=torch.int32, device=flat.device)
-    for start, stop, begin, end in flat.sequences(attention.ratio):
-        for low in range(start, stop, _CHUNK):
-            part = slice(low, min(low + _CHUNK, stop))
+    blocks = keys.candidates
+    if blocks is None:
+        blocks = torch.full((count, rule.blocks), -1, dtype=torch.int32, device=flat.device)
+    for start, stop, begin, end, before in flat.sequences(attention.ratio):
+        step = max(_FEWEST, min(_CHUNK, _SCORES // (end - begin)))
+        # Those that see most come first, so that memory is taken from the device once.
+        for low in reversed(range(start, stop, step)):
+            part = slice(low, min(low + step, stop))
+            seen = int((before + part.stop - start) // attention.ratio)
+            own = index_keys[begin : min(begin + -(-max(seen, 1) // _TILE) * _TILE, end)]
             visible = groups.ends[part] - begin
-            scores = index_scores(
-                query[part],
-                index_keys[begin:end],
-                weights[part],
-                begins=torch.zeros_like(visible),
-                ends=visible,
-            )
-            scores.masked_fill_(torch.arange(end - begin, device=flat.device) >= visible[:, None], -torch.inf)
             if keys.candidates is None:
-                blocks[part] = _blocks(rule, scores, visible)
+                begins = torch.zeros_like(visible)
+                scores = index_scores(query[part], own, weights[part], begins=begins, ends=visible)
+                blocks[part] = best_blocks(scores, visible, rule.blocks, rule.size)
+                found = topk(scores, attention.top_k, ends=visible)
             else:
-                blocks[part] = keys.candidates[part]
-                scores.masked_fill_(~rule.expand(blocks[part].long(), end - begin), -torch.inf)
-            found = topk(scores, attention.top_k, ends=visible)
-            indices[part] = torch.where(found >= 0, found + begin, -1)
+                given = {"visible": visible, "blocks": blocks[part], "size": rule.size}
+                found = topk_in_blocks(query[part], own, weights[part], attention.top_k, **given)
+            indices[part] = torch.where(found >= 0, found + begin, -1) if begin else found
     return indices, blocks
-
-
-def _blocks(rule: Any, scores: Tensor, visible: Tensor) -> Tensor:
-    """[T, C] int32 best blocks; that of the newest visible key is always among them."""
-    count = rule.count(scores.shape[1])
-    padded = torch.nn.functional.pad(scores, (0, count * rule.size - scores.shape[1]), value=-torch.inf)
-    best = padded.unflatten(-1, (count, rule.size)).amax(-1)
-    newest = torch.div(visible - 1, rule.size, rounding_mode="floor")[:, None]
-    best.masked_fill_(torch.arange(count, device=scores.device) == newest, torch.inf)
-    return topk(best, rule.blocks)
 
 
 def _forced(attention: Attention, indices: Tensor, keys: Keys, flat: Flat) -> Tensor:

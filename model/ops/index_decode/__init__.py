@@ -23,12 +23,13 @@ def decode_scores(
     page_groups: int,
     blocks: Tensor | None = None,
     block_size: int = 8,
+    factor: float = 1.0,
 ) -> Tensor:
     """Scores, in fp32: sum_h weights[h] * relu(query[h] . key), minus infinity where a row sees no key.
 
     Args:
         query: [B, H, D] bf16.
-        weights: [B, H] fp32.
+        weights: [B, H] fp32, or bf16: then they are rounded once more when multiplied by `factor`.
         records: [R, 17 D / 32] uint8, index records of all pages.
         table: [B, P] int64 pages of each row's sequence.
         ends: [B] int32 keys each row sees.
@@ -37,6 +38,7 @@ def decode_scores(
         blocks: [B, C] int32 numbers of `block_size` neighbouring keys, -1 for none: column c then stands
             for key blocks[c // block_size] * block_size + c % block_size. None: for key c.
         block_size: keys of a block.
+        factor: of the weights.
     """
     if channels(records, "index") != query.shape[-1] or weights.shape != query.shape[:2]:
         raise ValueError(
@@ -44,6 +46,7 @@ def decode_scores(
             f"{tuple(records.shape)} must agree in heads and width"
         )
     options = {"width": width, "page_groups": page_groups, "blocks": blocks, "block_size": block_size}
+    options["factor"] = factor
     if use_kernel("decode_scores", query):
         from model.ops.index_decode import triton
 

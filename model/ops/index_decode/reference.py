@@ -24,8 +24,10 @@ def decode_scores(
     page_groups: int,
     blocks: Tensor | None,
     block_size: int,
+    factor: float,
 ) -> Tensor:
     """See `model.ops.index_decode.decode_scores`."""
+    weights = weights * factor
     column = torch.arange(width, device=query.device).expand(len(query), width)
     positions, given = column, column >= 0
     if blocks is not None:

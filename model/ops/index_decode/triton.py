@@ -13,16 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.ops.tile import KEY_SCALE, _bf16_bits, e2m1_halves, operand, scale_groups
+from model.ops.tile import KEY_SCALE, _bf16_bits, e2m1_halves, operand, round_bf16, scale_groups
 
 _KEYS = 64
 
 
 @triton.jit
 def _scores(
-    query, weights, records, table, ends, blocks, out, width, pages, candidates, HEADS: tl.constexpr,
+    query, weights, records, table, ends, blocks, out, width, pages, candidates, factor, HEADS: tl.constexpr,
     D: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, LISTED: tl.constexpr, BLOCK: tl.constexpr,
-    TILES: tl.constexpr,
+    TILES: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     HALF: tl.constexpr = D // 2
@@ -34,7 +34,9 @@ def _scores(
     q = query + row * HEADS * D + h[:, None] * D + d[None, :]
     q0 = operand(tl.load(q))
     q1 = operand(tl.load(q + HALF))
-    w = tl.load(weights + row * HEADS + h)
+    w = tl.load(weights + row * HEADS + h).to(tl.float32) * factor
+    if ROUNDED:
+        w = round_bf16(w).to(tl.float32)
     for n in tl.range(start, tl.minimum(start + TILES * BLOCK, width), BLOCK):
         column = n + tl.arange(0, BLOCK)
         position = column
@@ -74,6 +76,7 @@ def decode_scores(
     page_groups: int,
     blocks: Tensor | None,
     block_size: int,
+    factor: float,
 ) -> Tensor:
     """See `model.ops.index_decode.decode_scores`."""
     rows, heads, channels = query.shape
@@ -83,7 +86,8 @@ def decode_scores(
     _scores[(triton.cdiv(width, _KEYS * tiles), rows)](
         query.contiguous(), weights.contiguous(), records, table.contiguous(), ends,
         ends if blocks is None else blocks.contiguous(), out, width, table.shape[1],
-        0 if blocks is None else blocks.shape[1], HEADS=heads, D=channels, GROUPS=page_groups,
-        SIZE=block_size, LISTED=blocks is not None, BLOCK=_KEYS, TILES=tiles, num_warps=4,
+        0 if blocks is None else blocks.shape[1], factor, HEADS=heads, D=channels, GROUPS=page_groups,
+        SIZE=block_size, LISTED=blocks is not None, BLOCK=_KEYS, TILES=tiles,
+        ROUNDED=weights.dtype is torch.bfloat16, num_warps=4,
     )  # fmt: skip
     return out

@@ -13,6 +13,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="the kernels need Triton, an optional dependency")
 
+from model.ops.candidates import triton as candidates  # noqa: E402
 from model.ops.decode_rows import triton as decode_rows  # noqa: E402
 from model.ops.engram_gate import triton as engram  # noqa: E402
 from model.ops.exact_linear import triton as exact_linear  # noqa: E402
@@ -192,15 +193,24 @@ def _decode_index(compiled, listed):
     blocks = _t(64, 2048, dtype=INT) if listed else None
     kernels = compiled(
         index_decode.decode_scores,
-        *(_t(64, 32, 128), _t(64, 32, dtype=FP32), _t(E * 64, 68, dtype=BYTE)),
+        *(_t(64, 32, 128), _t(64, 32), _t(E * 64, 68, dtype=BYTE)),
         *(_t(64, 2048, dtype=torch.int64), _t(64, dtype=INT)),
         width=16384 if listed else 131072,
         page_groups=64,
         blocks=blocks,
         block_size=8,
+        factor=0.02,
     )
     chosen, table = _t(64, K, dtype=INT), _t(64, 2048, dtype=torch.int64)
-    return kernels + compiled(decode_rows.decode_rows, chosen, table, 64, blocks, 8)
+    return kernels + compiled(decode_rows.decode_rows, chosen, table, _t(64, dtype=INT), 64)
+
+
+def _candidates(compiled):
+    visible, blocks, scores = _t(1024, dtype=INT), _t(1024, 2048, dtype=INT), _t(1024, 65536, dtype=FP32)
+    kernels = compiled(candidates.block_maxima, scores, visible, 8)
+    asked = _t(1024, 32, 128), _t(65536, 128), _t(1024, 32, dtype=FP32)
+    kernels += compiled(candidates.scores_of_blocks, *asked, visible, blocks, 8)
+    return kernels + compiled(topk.topk, scores, K, ends=visible, blocks=blocks, block_size=8)
 
 
 def _index_loss(compiled, heads):
@@ -255,6 +265,7 @@ CASES = {
     "attention_backward": _backward,
     "topk_few": lambda c: c(topk.topk, _t(64, 131072, dtype=FP32), 512),
     "topk_many": lambda c: c(topk.topk, _t(1024, E, dtype=FP32), 512, ends=_t(1024, dtype=INT)),
+    "candidates": _candidates,
     "scores_bf16": lambda c: _scores(c, BF16),
     "scores_fp8": lambda c: _scores(c, FP8),
     "logprob": _logprob,

@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need Triton, an optional dependency")
 
+from model.ops.candidates import reference as candidate
 from model.ops.hyper_boundary import reference as boundary
 from model.ops.indexer import reference as indexer
 from model.ops.linear_logprob import reference as logprob
@@ -16,7 +17,7 @@ from model.ops.sparse_attention.backward import Saved
 from model.ops.sparse_decode import reference as decode
 from model.ops.sparse_decode.triton import Tiling
 from model.ops.topk import reference as topk
-from model.ops.topk.triton import MANY_ROWS
+from model.ops.topk.triton import Tuning
 
 D, H, SCALE = 64, 16, 0.125
 
@@ -90,7 +91,7 @@ def test_topk(interpreted, width, k):
     assert torch.equal(got, topk.topk(scores, k, **ranges))
 
 
-@pytest.mark.parametrize("tuning", [None, MANY_ROWS])
+@pytest.mark.parametrize("tuning", [None, Tuning(most=1024, maxima=256)])
 def test_topk_of_rows_with_long_ties(interpreted, tuning):
     torch.manual_seed(0)
     scores = torch.relu(torch.randn(2, 5000) - 2.5)
@@ -206,3 +207,25 @@ def test_hyper_boundary(interpreted):
     assert _error(got[0], expected[0]) < 1e-3
     assert _error(got[1], expected[1]) < 1e-3
     torch.testing.assert_close(got[2], expected[2], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("size", "candidates", "dense"), [(8, 5, 1), (3, 9, 100), (8, 19, 1)])
+def test_candidates(interpreted, size, candidates, dense):
+    torch.manual_seed(0)
+    query, keys, weights = (
+        torch.randn(5, 32, 32).bfloat16(),
+        torch.randn(150, 32).bfloat16(),
+        torch.randn(5, 32),
+    )
+    visible, scores = torch.tensor([0, 1, 60, 149, 150]).int(), torch.randn(5, 150)
+    scores[2, 7] = float("nan")
+    got = interpreted("model.ops.candidates.triton", "block_maxima", scores, visible, size)
+    assert torch.equal(got, candidate.block_maxima(scores, visible, size))
+    blocks = torch.stack([torch.randperm(-(-150 // size))[:candidates].sort().values for _ in visible]).int()
+    if candidates < 19:
+        blocks[1, 3:] = -1
+    given = {"visible": visible, "blocks": blocks, "size": size}
+    got = interpreted(
+        "model.ops.candidates.triton", "topk_in_blocks", query, keys, weights, 16, **given, dense=dense
+    )
+    assert torch.equal(got, candidate.topk_in_blocks(query, keys, weights, 16, **given))

@@ -142,10 +142,12 @@ def test_gradient_of_coefficients_runs_the_rounds_backwards(interpreted):
 def test_scores_from_records_on_pages(interpreted, listed):
     torch.manual_seed(0)
     query, weights = torch.randn(2, 8, 64).to(BF16), torch.randn(2, 8)
+    weights = weights.to(BF16) if listed else weights
     records, table = pack("index", torch.randn(40, 64)), torch.tensor([[3, 1, 4, 0, 2], [2, 0, 1, 3, 4]])
     ends = torch.tensor([17, 30], dtype=torch.int32)
     blocks = torch.tensor([[0, 2, 3, -1], [1, 2, 5, 6]], dtype=torch.int32) if listed else None
     options = {"width": 16 if listed else 37, "page_groups": 8, "blocks": blocks, "block_size": 4}
+    options["factor"] = 0.3
     arguments = (query, weights, records, table, ends)
     got = interpreted("model.ops.index_decode.triton", "decode_scores", *arguments, **options)
     expected = index_decode.decode_scores(*arguments, **options)
@@ -156,11 +158,10 @@ def test_scores_from_records_on_pages(interpreted, listed):
 def test_rows_of_chosen_keys(interpreted):
     chosen = torch.tensor([[0, 5, 9, -1], [2, 3, -1, -1]], dtype=torch.int32)
     table = torch.randperm(60).view(2, 30)
-    blocks = torch.tensor([[0, 2, 3, -1], [1, 2, 5, 6]], dtype=torch.int32)
-    for groups, listed in ((4, None), (2, blocks)):
-        got = interpreted("model.ops.decode_rows.triton", "decode_rows", chosen, table, groups, listed, 4)
-        expected = decode_rows(chosen, table, page_groups=groups, blocks=listed, block_size=4)
-        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    others = torch.tensor([7, 0], dtype=torch.int32)
+    got = interpreted("model.ops.decode_rows.triton", "decode_rows", chosen, table, others, 4)
+    expected = decode_rows(chosen, table, others, page_groups=4)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 def test_an_exact_product_gives_a_row_the_same_bits_among_few_and_many(interpreted):
