@@ -56,7 +56,7 @@ def block_maxima(scores: Tensor, visible: Tensor, size: int) -> Tensor:
 @triton.jit(do_not_specialize=["candidates", "width"])
 def _listed_scores(
     query, keys, weights, ends, blocks, out, candidates, width, HEADS: tl.constexpr, D: tl.constexpr,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     d = tl.arange(0, D)
@@ -65,7 +65,7 @@ def _listed_scores(
     q = operand(tl.load(query + row * HEADS * D + h[:, None] * D + d[None, :]))
     w = tl.load(weights + row * HEADS + h)
     start = tl.program_id(0) * TILES * BLOCK
-    for n in tl.range(start, tl.minimum(start + TILES * BLOCK, width), BLOCK, num_stages=STAGES):
+    for n in tl.range(start, tl.minimum(start + TILES * BLOCK, width), BLOCK, num_stages=2):
         c = n + tl.arange(0, BLOCK)
         block = tl.load(blocks + row * candidates + c // SIZE, mask=c < width, other=-1)
         key = block * SIZE + c % SIZE
@@ -76,19 +76,17 @@ def _listed_scores(
 
 
 def scores_of_blocks(
-    query: Tensor, keys: Tensor, weights: Tensor, ends: Tensor, blocks: Tensor, size: int,
-    block: int = _KEYS, tiles: int = _TILES, stages: int = 3, warps: int = 4, out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    query: Tensor, keys: Tensor, weights: Tensor, ends: Tensor, blocks: Tensor, size: int
+) -> Tensor:
     """[T, C * size] fp32, minus infinity for keys that are not given or not seen."""
     assert keys.numel() < 2**31, f"row offsets are 32 bits: {len(keys)} keys are too many for one call"
     count, heads, channels = query.shape
     width = blocks.shape[1] * size
-    if out is None:
-        out = torch.empty((count, width), dtype=torch.float32, device=query.device)
-    _listed_scores[(triton.cdiv(width, block * tiles), count)](
+    out = torch.empty((count, width), dtype=torch.float32, device=query.device)
+    _listed_scores[(triton.cdiv(width, _KEYS * _TILES), count)](
         query.contiguous(), keys.contiguous(), weights.contiguous(), ends, blocks.contiguous(), out,
-        blocks.shape[1], width, HEADS=heads, D=channels, SIZE=size, BLOCK=block, TILES=tiles,
-        STAGES=stages, num_warps=warps,
+        blocks.shape[1], width, HEADS=heads, D=channels, SIZE=size, BLOCK=_KEYS, TILES=_TILES,
+        num_warps=4,
     )  # fmt: skip
     return out
 

@@ -158,14 +158,15 @@ class _Places:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Scores that one program reads at most, maxima among which to choose, and scores of a thread."""
+    """Scores that one program reads at most, maxima among which to choose, and warps (for 2048 scores half)."""
 
     most: int = 8192
     maxima: int = 4096
-    scores: int = 32
+    warps: int = 8
 
 
-FEW_ROWS, MANY_ROWS = Tuning(scores=32), Tuning(scores=64)
+# A row waits for its sums over all warps, many rows for each other: with fewer warps more of them run.
+FEW_ROWS, MANY_ROWS = Tuning(warps=8), Tuning(warps=4)
 
 
 def topk(
@@ -212,6 +213,6 @@ def _choose(given: _Places, k: int, tuning: Tuning) -> Tensor:
     _select[(rows,)](
         *tensors, out if chosen is None else chosen, out, *numbers, **flags, LISTED=given.blocks is not None,
         GROUPED=chosen is not None, GROUP=group, K=k, PADDED=padded, BLOCK=block,
-        num_warps=block // (32 * tuning.scores),
+        num_warps=min(tuning.warps, tuning.warps * block // 4096),
     )  # fmt: skip
     return out
