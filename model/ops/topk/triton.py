@@ -158,7 +158,7 @@ class _Places:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Scores that one program reads at most, maxima among which to choose, and warps (for 2048 scores half)."""
+    """Scores that one program reads at most, maxima among which to choose, and warps (half for 2048)."""
 
     most: int = 8192
     maxima: int = 4096
