@@ -41,7 +41,8 @@ def balance_loss(routings: Sequence[Routing], cu_seqlens: Tensor) -> Tensor:
     share = affinity / affinity.sum(-1, keepdim=True).clamp_min(1e-20)
     picks = torch.zeros_like(affinity).scatter_(-1, chosen, 1.0)
     lengths = cu_seqlens.diff()
-    documents = torch.repeat_interleave(lengths)
+    # The size is known: asking the lengths for it would wait for the device.
+    documents = torch.repeat_interleave(lengths, output_size=len(affinity))
     shape = (lengths.shape[0], *affinity.shape[1:])
     divisor = lengths.to(affinity.dtype)[:, None, None]
     frequency = torch.zeros(shape, dtype=affinity.dtype, device=affinity.device).index_add_(

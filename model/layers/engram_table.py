@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from model.ops.row_sums import row_sums
+from model.ops.row_sums import Distinct, distinct, row_sums
 from model.quant.blocks import WIDE_BLOCK
 from model.quant.weights import decode_fp8
 
@@ -200,17 +200,21 @@ class _RowLookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ids: Tensor, rows: Callable[[Tensor], Tensor]) -> Tensor:
-        """Rows of `ids`."""
-        ctx.save_for_backward(ids)
+        """Rows of `ids`.
+
+        Which of them are equal is found now: the device has little to do yet, and a wait for it in the middle
+        of the backward would leave it idle.
+        """
+        ctx.save_for_backward(ids, *distinct(ids.flatten()))
         ctx.table = (weight.shape, weight.device, weight.dtype)
         return rows(ids)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         """Sums over the lookups of each row, in float32."""
-        (ids,) = ctx.saved_tensors
+        ids, *found = ctx.saved_tensors
         shape, device, dtype = ctx.table
-        rows, total = row_sums(grads[0].flatten(0, -2), ids.flatten())
+        rows, total = row_sums(grads[0].flatten(0, -2), ids.flatten(), Distinct(*found))
         sparse = torch.sparse_coo_tensor(
             rows.unsqueeze(0).to(device),
             total.to(device, dtype),

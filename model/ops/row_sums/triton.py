@@ -1,4 +1,4 @@
-"""Sums over equal ids: a stable sort, then one program a distinct id, in order and without atomics."""
+"""Sums over equal ids: one program a distinct id, in order and without atomics."""
 
 # Kernels are written in Triton's language, which Python's types do not describe.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -46,10 +46,3 @@ def launch(values: Tensor, order: Tensor, ends: Tensor) -> Tensor:
             num_warps=2,
         )
     return sums
-
-
-def row_sums(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """See `model.ops.row_sums.row_sums`."""
-    ordered, order = ids.sort(stable=True)
-    rows, counts = ordered.unique_consecutive(return_counts=True)
-    return rows, launch(values.contiguous(), order, counts.cumsum(0))
