@@ -113,16 +113,28 @@ def hyper_update(
 
 def hyper_coefficients(
     streams: Tensor, squares: Tensor, projection: Tensor, base: Tensor, scale: Tensor
-) -> Tensor:
-    """Coefficients [T, 24] fp32 of a site from streams [T, 4, d] with sums of squares [T]; differentiable."""
+) -> tuple[Tensor, Tensor]:
+    """Coefficients of a site, differentiable.
+
+    Args:
+        streams: [T, 4, d] bf16.
+        squares: [T] fp32, their sums of squares.
+        projection: [24, 4 d] fp32.
+        base: [24] fp32.
+        scale: [3] fp32.
+
+    Returns:
+        [T, 24] fp32, and the streams for what reads them after this: their two gradients are then added in
+        the pass that makes the one, and not in another over both.
+    """
     if use_kernel("hyper_coefficients", streams):
         from model.ops.hyper_boundary import triton
         from model.ops.hyper_boundary.autograd import Coefficients
 
         if not torch.is_grad_enabled():
-            return triton.coefficients(streams, squares, triton.split_of(projection), base, scale)
+            return triton.coefficients(streams, squares, triton.split_of(projection), base, scale), streams
         return Coefficients.apply(streams, squares, projection, base, scale)  # pyright: ignore[reportReturnType]
-    return reference.coefficients(streams, projection, base, scale)
+    return reference.coefficients(streams, projection, base, scale), streams
 
 
 def refresh_projections() -> None:

@@ -20,15 +20,18 @@ class Update(torch.autograd.Function):
         updated, normed, squares = triton.update(streams, branch, coefficient, norm, eps)
         ctx.save_for_backward(streams, branch, coefficient, norm, updated)
         ctx.eps = eps
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(squares)
         return updated, normed, squares
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of streams, branch, coefficients and norm."""
         streams, branch, coefficient, norm, updated = ctx.saved_tensors
-        arguments = (streams, updated, branch, coefficient, norm, ctx.eps, grads[0], grads[1])
+        grad_updated = torch.zeros_like(updated) if grads[0] is None else grads[0]
+        grad_normed = torch.zeros_like(branch) if grads[1] is None else grads[1]
+        arguments = (streams, updated, branch, coefficient, norm, ctx.eps, grad_updated, grad_normed)
         return *gradients.site_backward(*arguments), None
 
 
@@ -51,43 +54,37 @@ class Input(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of streams, coefficients (the input mix alone) and norm."""
         streams, coefficient, norm = ctx.saved_tensors
-        nothing = torch.zeros_like(streams)
         grad, _, grad_coefficient, grad_norm = gradients.site_backward(
-            None, streams, None, coefficient, norm, ctx.eps, nothing, grads[0]
+            None, streams, None, coefficient, norm, ctx.eps, None, grads[0]
         )
         return grad, grad_coefficient, grad_norm, None
 
 
 class Coefficients(torch.autograd.Function):
-    """Coefficients of a site from its streams."""
+    """Coefficients of a site from its streams, and the streams, whose gradients are added on the way back."""
 
     @staticmethod
     def forward(
         ctx: Any, streams: Tensor, squares: Tensor, projection: Tensor, base: Tensor, scale: Tensor
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         """See `model.ops.hyper_boundary.hyper_coefficients`."""
         split = triton.split_projection(projection)
         ctx.save_for_backward(streams, squares, split, base, scale)
-        return triton.coefficients(streams, squares, split, base, scale)
+        ctx.set_materialize_grads(False)
+        return triton.coefficients(streams, squares, split, base, scale), streams.view_as(streams)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, grad_streams: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of streams, projection, base and scale."""
+        if grad is None:
+            return grad_streams, None, None, None, None
         streams, squares, split, base, scale = ctx.saved_tensors
         flat = streams.flatten(1)
-        width = flat.shape[1]
-        inverse = torch.rsqrt(squares / width + 1e-20)[:, None]
-        both = torch.mm(flat, split, out_dtype=torch.float32)
-        logits = (both[:, :24] + both[:, 32:56]) * inverse
-        grad = gradients.logit_gradients(logits, base, scale, grads[0].contiguous())
-        factor = scale.repeat_interleave(torch.tensor([4, 4, 16], device=scale.device), output_size=24)
-        products = (grad * logits).split([4, 4, 16], 1)
-        grad_scale = torch.stack([part.sum() for part in products])
-        inner = (grad * factor * logits).sum(1, keepdim=True)
-        raw = (grad * factor * inverse).to(flat.dtype)
-        grad_flat = torch.mm(raw, split[:, :24].t())
-        shrink = (-inner * inverse.square() / width).to(flat.dtype)
-        grad_streams = grad_flat.addcmul_(flat, shrink).view_as(streams)
-        grad_projection = torch.mm(raw.t(), flat, out_dtype=torch.float32)
-        return grad_streams, None, grad_projection, grad.sum(0), grad_scale
+        products = torch.mm(flat, split, out_dtype=torch.float32)
+        raw, shrink, grad_base, grad_scale = gradients.logit_gradients(
+            products, squares, base, scale, grad.contiguous(), flat.shape[1]
+        )
+        grad_projection = torch.mm(raw[:, :24].t(), flat, out_dtype=torch.float32)
+        grad_streams = gradients.stream_gradients(streams, raw, shrink, split, grad_streams)
+        return grad_streams, None, grad_projection, grad_base, grad_scale

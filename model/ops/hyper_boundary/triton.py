@@ -171,13 +171,23 @@ def _coefficients(
             _finish(total, square, base, scale, logits, out, t, count, K, BLOCK)
 
 
+@triton.jit
+def _split(projection, parts, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows [BLOCK, 64] of high and low parts of the projection [24, K]."""
+    k = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[:, None]
+    j = tl.arange(0, 64)[None, :]
+    x = tl.load(projection + j % 32 * K + k, mask=(j % 32 < 24) & (k < K), other=0.0)
+    high = round_bf16(x).to(tl.float32)
+    part = round_bf16(tl.where(j < 32, high, x - high))
+    tl.store(parts + k * 64 + j, part.to(parts.dtype.element_ty), mask=k < K)
+
+
 def split_projection(projection: Tensor) -> Tensor:
     """[24, K] fp32 -> [K, 64] bf16: high parts in columns 0-23, low parts in columns 32-55."""
-    high = projection.to(torch.bfloat16)
-    parts = projection.new_zeros((projection.shape[1], 2, 32), dtype=torch.bfloat16)
-    parts[:, 0, :24] = high.T
-    parts[:, 1, :24] = (projection - high.float()).T
-    return parts.view(-1, 64)
+    depth = projection.shape[1]
+    parts = torch.empty((depth, 64), dtype=torch.bfloat16, device=projection.device)
+    _split[(triton.cdiv(depth, 32),)](projection.contiguous(), parts, K=depth, BLOCK=32, num_warps=4)
+    return parts
 
 
 _splits: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
