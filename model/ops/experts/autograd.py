@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from model.ops.experts import triton
+from model.ops.experts import route_gradients, triton
 from model.ops.experts.plan import Plan
 
 
@@ -26,6 +26,7 @@ class Route(torch.autograd.Function):
         affinity, ids, weights = triton.route(x, weight, bias, *options, forced)
         ctx.save_for_backward(x, weight, affinity, ids)
         ctx.options = options
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(ids)
         return affinity, ids, weights
 
@@ -35,16 +36,10 @@ class Route(torch.autograd.Function):
         """Through the weights' normalisation and sqrt(softplus) to tokens and router."""
         x, weight, affinity, ids = ctx.saved_tensors
         _, factor, temperature = ctx.options
-        grad = torch.zeros_like(affinity) if grads[0] is None else grads[0].clone()
-        if grads[2] is not None:
-            chosen = affinity.gather(1, ids)
-            total = chosen.sum(-1, keepdim=True) + 1e-20
-            inner = (grads[2] * chosen).sum(-1, keepdim=True) / total
-            grad.scatter_add_(1, ids, (grads[2] - inner) * (factor / total))
-        # softplus(l) = a^2, so that its slope sigmoid(l) is 1 - exp(-a^2).
-        slope = -torch.expm1(-affinity.square()) / (2 * affinity.clamp_min(1e-18) * temperature)
-        grad = grad * slope
-        return (grad @ weight.float()).to(x.dtype), (grad.t() @ x.float()).to(weight.dtype), None, None, None
+        parts = route_gradients.logit_gradients(
+            affinity, ids, grads[0], grads[2], factor=factor, temperature=temperature
+        )
+        return *route_gradients.route_gradients(parts, x, weight), None, None, None
 
 
 class Spread(torch.autograd.Function):
