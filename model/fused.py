@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from model.batch import Batch
 from model.config import AttentionMode, PolicyConfig
-from model.flat import Angles, Flat
+from model.flat import Angles, Flat, Groups
 from model.flat_keys import Keys, ask, cached_keys, choose, new_keys, read_keys, selection
 from model.layers.attention import Attention, RunOptions
 from model.layers.block import Block
@@ -26,13 +26,12 @@ from model.layers.hyper_connections import HyperConnection
 from model.layers.indexer_loss import Supervision
 from model.layers.moe import MixtureOfExperts, Routing
 from model.ops.dispatch import note, served
-from model.ops.exact_linear import exact_linear
 from model.ops.experts import combine, few_rows, grouped, plan_of, route, spread, swiglu
 from model.ops.hyper_boundary import STREAMS, hyper_coefficients, hyper_input, hyper_update
 from model.ops.index_loss import index_loss
 from model.ops.packed_experts import packed_experts
 from model.ops.rotary import rotary, window_keys
-from model.ops.sparse_attention import sparse_attention, table_attention
+from model.ops.sparse_attention import attention_site, group_heads, table_attention
 
 if TYPE_CHECKING:
     from model.cache.policy_cache import PolicyCache
@@ -193,14 +192,14 @@ class Pass:
         name, batch = f"layers.{block.layer}.", flat.batch
 
         def step(streams: Tensor, x: Tensor, squares: Tensor, keys: Keys | None) -> Handed:
-            coefficient = coefficients(block.hc_attn, streams, squares)
+            coefficient, streams = shared_coefficients(block.hc_attn, streams, squares)
             update, keys = attend(block.attn, x, flat, keys, self.cache, self.options)
             batch.record(name + "attn_out", update)
             ffn_norm = block.ffn_norm
             streams, x, squares = hyper_update(
                 streams, update, coefficient, ffn_norm.weight, eps=ffn_norm.eps
             )
-            coefficient = coefficients(block.hc_ffn, streams, squares)
+            coefficient, streams = shared_coefficients(block.hc_ffn, streams, squares)
             forced = None if batch.choices is None else batch.choices.experts_of(block.layer)
             update, routing = experts(block.ffn, x, forced)
             batch.record(name + "ffn_out", update)
@@ -214,6 +213,11 @@ class Pass:
 
 def coefficients(site: HyperConnection, streams: Tensor, squares: Tensor) -> Tensor:
     """[T, 24] of a site from its streams."""
+    return shared_coefficients(site, streams, squares)[0]
+
+
+def shared_coefficients(site: HyperConnection, streams: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
+    """[T, 24] of a site, and its streams for the update after it, so that both gradients meet in one pass."""
     return hyper_coefficients(streams, squares, site.fn, site.base, site.scale)
 
 
@@ -229,8 +233,6 @@ def attend(
     angles = flat.angles(attention.ratio, attention.frequencies)
     latent = attention.q_norm(attention.wq_a(x))
     query = attention.wq_b(latent).unflatten(-1, (attention.heads, attention.width))
-    # Autograd refuses to overwrite a view of what exact products return.
-    query = rotary(query, *angles, in_place=not (is_exact() and torch.is_grad_enabled()))
     grad = torch.is_grad_enabled() and cache is None
     taught, asked = options.supervision is not None, None
     if attention.mode in (AttentionMode.FULL, AttentionMode.REINDEX):
@@ -240,21 +242,22 @@ def attend(
     used = keys if attention.ratio and keys is not None else _window_alone(flat, x, attention.width)
     window = attention.wkv(x)
     if grad or taught:
-        output, lse = _attend_training(attention, query, window, angles, used, flat, options)
+        narrow, lse, query = _attend_training(attention, query, window, angles, used, flat, options)
         if options.supervision is not None and asked is not None:
             _supervise(options.supervision, attention, asked, query, lse, used)
-    else:
-        output = _attend_table(attention, query, window, angles, used, flat, cache, options)
+        return attention.wo_b(narrow), keys
+    query = rotary(query, *angles, in_place=not torch.is_grad_enabled())
+    output = _attend_table(attention, query, window, angles, used, flat, cache, options)
     return project(attention, output, angles), keys
 
 
 def _window_alone(flat: Flat, x: Tensor, width: int) -> Keys:
-    """Of a layer without main keys: one entry that nobody selects."""
+    """Of a layer without main keys: one entry, and selections of none."""
     if "window" not in flat.key_rows:
-        groups = flat.groups(1)
-        indices = torch.full((flat.count, 128), -1, dtype=torch.int32, device=x.device)
+        none = Groups(0, flat.first, flat.first, None, None)
+        indices = torch.empty((flat.count, 0), dtype=torch.int32, device=x.device)
         table = x.new_zeros(1 + flat.window_rows, width)
-        keys = Keys(groups, table[:1], table[:1], table, selection(flat, indices, 1))
+        keys = Keys(none, table[:1], table[:1], table, selection(flat, indices, 1))
         flat.key_rows["window"] = keys
     found = flat.key_rows["window"]
     assert isinstance(found, Keys)
@@ -269,17 +272,20 @@ def _attend_training(
     keys: Keys,
     flat: Flat,
     options: RunOptions,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `wo_b` reads [T, G N], the log-sum-exp, and the query as turned by its positions."""
     assert keys.selected is not None
     norm = attention.kv_norm
     rows = window_keys(window, norm.weight, *angles, eps=norm.eps, rounded=options.fake_quant)
-    return sparse_attention(
+    return attention_site(
         query,
         keys.entries,
         keys.selected.indices,
         rows,
         flat.first,
         attention.attn_sink,
+        angles,
+        attention.wo_a.weight.unflatten(0, (attention.groups, -1)),
         scale=attention.width**-0.5,
         window_size=flat.window,
         inverse=keys.inverse,
@@ -345,19 +351,11 @@ def _attend_table(
 
 
 def project(attention: Attention, output: Tensor, angles: Angles) -> Tensor:
-    """Heads [T, H, c], turned back and projected by group, to [T, d]."""
-    output = rotary(output, *angles, inverse=True, in_place=not torch.is_grad_enabled())
-    grouped_heads = output.flatten(1).unflatten(1, (attention.groups, -1)).transpose(0, 1)
+    """Heads [T, H, c], turned back in place and projected by group, to [T, d]; without gradient."""
     weight = attention.wo_a.weight.unflatten(0, (attention.groups, -1))
-    if is_exact():
-        narrow = exact_linear(grouped_heads, weight)
-    elif torch.is_grad_enabled():
-        narrow = torch.bmm(grouped_heads, weight.transpose(1, 2))
-    else:
-        # Written where the next product reads it, so that nothing is copied.
-        narrow = output.new_empty(len(output), attention.groups, weight.shape[1]).transpose(0, 1)
-        torch.bmm(grouped_heads, weight.transpose(1, 2), out=narrow)
-    return attention.wo_b(narrow.transpose(0, 1).flatten(1))
+    return attention.wo_b(
+        group_heads(rotary(output, *angles, inverse=True, in_place=True), weight, is_exact())
+    )
 
 
 def experts(layer: MixtureOfExperts, x: Tensor, forced: Tensor | None) -> tuple[Tensor, Routing]:

@@ -48,16 +48,8 @@ class WindowKeys(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of the projected values and of the norm's weight."""
         values, norm, cosine, sine = ctx.saved_tensors
-        grad = grads[0].clone(memory_format=torch.contiguous_format)
-        grad = triton.rotary_(grad, cosine, sine, -1.0).float()
-        wide = values.float()
-        factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + ctx.eps)
-        normed = wide * factor
-        per_channel = grad * normed
-        grad_norm = per_channel.sum(0).to(norm.dtype)
-        inner = (per_channel * norm.float()).mean(-1, keepdim=True)
-        grad_values = (grad * norm.float() - normed * inner) * factor
-        return grad_values.to(values.dtype), grad_norm, None, None, None, None
+        found = triton.window_keys_backward(values, norm, cosine, sine, grads[0], eps=ctx.eps)
+        return *found, None, None, None, None
 
 
 class IndexHeads(torch.autograd.Function):

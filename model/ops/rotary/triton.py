@@ -40,6 +40,40 @@ def rotary_(x: Tensor, cosine: Tensor, sine: Tensor, sign: float) -> Tensor:
 
 
 @triton.jit
+def _turned_gradient(
+    x, grad, cosine, sine, lost, heads, D: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr
+):
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    j = tl.arange(0, R // 2)
+    keep = (h < heads)[:, None]
+    at = (t * heads + h)[:, None] * D + (D - R) + tl.arange(0, R)[None, :]
+    before = tl.load(grad + at, mask=keep, other=0.0).to(tl.float32)
+    even, odd = tl.split(tl.reshape(before, (BLOCK, R // 2, 2)))
+    cos = tl.load(cosine + t * (R // 2) + j)[None, :]
+    sin = tl.load(sine + t * (R // 2) + j)[None, :]
+    after = round_bf16(tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), (BLOCK, R)))
+    own = tl.load(x + at, mask=keep, other=0.0).to(tl.float32)
+    tl.store(lost + t * heads + h, tl.sum(own * (before - after.to(tl.float32)), 1), mask=h < heads)
+    tl.store(grad + at, after.to(grad.dtype.element_ty), mask=keep)
+
+
+def turned_gradient_(x: Tensor, grad: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotate `grad` [T, H, D] in place; [T, H] fp32 by how much its products with `x` of each head fell.
+
+    Both before the rotation or both after have the same products; here only one of the two is turned.
+    """
+    assert x.is_contiguous() and grad.is_contiguous()
+    count, heads, width = x.shape
+    block = min(16, triton.next_power_of_2(heads))
+    lost = torch.empty((count, heads), dtype=torch.float32, device=x.device)
+    _turned_gradient[(count, triton.cdiv(heads, block))](
+        x, grad, cosine, sine, lost, heads, D=width, R=2 * cosine.shape[1], BLOCK=block, num_warps=1
+    )
+    return lost
+
+
+@triton.jit
 def _normed(values, norm, at, c, factor, keep):
     x = tl.load(values + at + c, mask=keep, other=0.0).to(tl.float32)
     return round_bf16(x * factor * tl.load(norm + c, mask=keep, other=0.0).to(tl.float32)).to(tl.float32)
@@ -103,6 +137,51 @@ def window_keys(
         BYTES=record_bytes("window", width), num_warps=4,
     )  # fmt: skip
     return keys
+
+
+@triton.jit
+def _window_backward(
+    values, norm, cosine, sine, grad, grad_values, grad_norm, count, stride, grad_stride, eps,
+    D: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Back through rotation and norm; each program leaves its rows' sum of the norm's gradient."""
+    t = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
+    c = tl.arange(0, D)[None, :]
+    keep = (t < count) & (c < D)
+    turned = keep & (c >= D - R)
+    x = tl.load(values + t * stride + c, mask=keep, other=0.0).to(tl.float32)
+    g = tl.load(grad + t * grad_stride + c, mask=keep, other=0.0).to(tl.float32)
+    partner = tl.load(grad + t * grad_stride + (c ^ 1), mask=turned, other=0.0).to(tl.float32)
+    pair = t * (R // 2) + (c - (D - R)) // 2
+    cos = tl.load(cosine + pair, mask=turned, other=1.0)
+    sin = tl.load(sine + pair, mask=turned, other=0.0)
+    g = g * cos + tl.where(c % 2 == 0, partner, -partner) * sin
+    factor = tl.rsqrt(tl.sum(x * x, 1) * (1.0 / D) + eps)[:, None]
+    normed = x * factor
+    weighed = g * tl.load(norm + 0 * t + c, mask=keep, other=0.0).to(tl.float32)
+    inner = tl.sum(weighed * normed, 1)[:, None] * (1.0 / D)
+    out = round_bf16((weighed - normed * inner) * factor)
+    tl.store(grad_values + t * D + c, out.to(grad_values.dtype.element_ty), mask=keep)
+    tl.store(grad_norm + tl.program_id(0) * D + tl.arange(0, D), tl.sum(g * normed, 0))
+
+
+def window_keys_backward(
+    values: Tensor, norm: Tensor, cosine: Tensor, sine: Tensor, grad: Tensor, *, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `values` [T, D] and `norm` [D] from that of the keys; rounding passes it as it is."""
+    count, width = values.shape
+    if grad.stride(1) != 1:
+        grad = grad.contiguous()
+    assert values.stride(1) == 1
+    block = 8
+    programs = triton.cdiv(count, block)
+    grad_values = torch.empty((count, width), dtype=values.dtype, device=values.device)
+    grad_norm = torch.empty((programs, width), dtype=torch.float32, device=values.device)
+    _window_backward[(programs,)](
+        values, norm, cosine, sine, grad, grad_values, grad_norm, count, values.stride(0), grad.stride(0),
+        eps, D=width, R=2 * cosine.shape[1], BLOCK=block, num_warps=8,
+    )  # fmt: skip
+    return grad_values, grad_norm.sum(0).to(norm.dtype)
 
 
 @triton.jit

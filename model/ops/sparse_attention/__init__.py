@@ -11,10 +11,20 @@ import torch
 from torch import Tensor
 
 from model.ops.dispatch import use_kernel
+from model.ops.rotary import rotary
 from model.ops.sparse_attention import reference
+from model.ops.sparse_attention.heads import group_heads
 from model.ops.sparse_attention.inverse import InverseIndex, invert
 
-__all__ = ["InverseIndex", "Selected", "invert", "sparse_attention", "table_attention"]
+__all__ = [
+    "InverseIndex",
+    "Selected",
+    "attention_site",
+    "group_heads",
+    "invert",
+    "sparse_attention",
+    "table_attention",
+]
 
 WINDOW_SIZE = 128
 
@@ -60,24 +70,68 @@ def sparse_attention(
     if use_kernel("sparse_attention", query):
         from model.ops.sparse_attention.autograd import SparseAttention
 
+        options = scale, window_size, inverse, exact
         return SparseAttention.apply(
-            query,
-            entries,
-            indices,
-            window,
-            first,
-            rows,
-            sink,
-            scale,
-            window_size,
-            inverse,
-            exact,
-            last is None,
+            query, entries, indices, window, first, rows, sink, options, last is None
         )  # pyright: ignore[reportReturnType]
     out, lse = reference.forward(
         query, entries, indices, window, first, rows, sink, scale=scale, window_size=window_size
     )
     return out, lse.detach()
+
+
+def attention_site(
+    query: Tensor,
+    entries: Tensor,
+    indices: Tensor,
+    window: Tensor,
+    first: Tensor,
+    sink: Tensor,
+    angles: tuple[Tensor, Tensor],
+    weight: Tensor,
+    *,
+    scale: float,
+    window_size: int = WINDOW_SIZE,
+    inverse: InverseIndex | None = None,
+    exact: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`sparse_attention` between two rotations, and the projection of its heads by group, for training.
+
+    One op, because each step then works on what the one before made: a copy of the heads, 64 KiB a token,
+    takes as long as a seventh of the attention, and apart autograd needs six of them.
+
+    Args:
+        query: [T, H, D] before its rotation; overwritten (a result of its own that nobody else reads).
+        entries: see `sparse_attention`, also for what follows.
+        indices: the same.
+        window: the same; row t belongs to query t.
+        first: the same.
+        sink: the same.
+        angles: cosine and sine [T, R / 2] fp32; the query is turned, and the output turned back.
+        weight: [G, N, H D / G], one matrix for each group of heads.
+        scale: of the scores.
+        window_size: keys in a full window.
+        inverse: of the indices.
+        exact: pin the order of every sum.
+
+    Returns:
+        [T, G N], differentiable in query, entries, window, sink and weight; the log-sum-exp [T, H] and the
+        turned query [T, H, D], without gradient.
+    """
+    last = torch.arange(len(query), dtype=torch.int32, device=query.device)
+    _check(query, entries, indices, window, first, sink, None)
+    if use_kernel("sparse_attention", query):
+        from model.ops.sparse_attention.autograd import AttentionSite
+
+        options = scale, window_size, inverse, exact
+        arguments = query, entries, indices, window, first, last, sink, *angles, weight
+        narrow, lse = AttentionSite.apply(*arguments, options)  # pyright: ignore[reportGeneralTypeIssues]
+        return narrow, lse, query.detach()
+    query = rotary(query, *angles)
+    out, lse = sparse_attention(
+        query, entries, indices, window, first, sink, scale=scale, window_size=window_size, inverse=inverse
+    )
+    return group_heads(rotary(out, *angles, inverse=True), weight, exact), lse, query.detach()
 
 
 @dataclass(slots=True)

@@ -17,6 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from model.ops.sparse_attention.gluon import Kept, supports
+from model.ops.sparse_attention.gluon_backward import query_gradient
+from model.ops.sparse_attention.gluon_rows import entry_rows
 from model.ops.sparse_attention.inverse import CHUNK, InverseIndex, invert
 from model.ops.sparse_attention.triton import KeyRows
 from model.ops.tile import LAYOUT_FLAG, LOG2E, operand, round_bf16
@@ -31,6 +34,7 @@ def _query_gradient(
     out,
     grad_out,
     lse,
+    lost,
     grad_query,
     weights,
     grad_scores,
@@ -53,12 +57,16 @@ def _query_gradient(
     do = operand(tl.load(grad_out + tile))
     log_total = tl.load(lse + token * HEADS + h) * LOG2E
     dot_out = tl.sum(tl.load(out + tile).to(tl.float32) * do.to(tl.float32), 1)
+    dot_out += tl.load(lost + token * HEADS + h)
     tl.store(delta + token * HEADS + h, dot_out)
     chosen = tl.load(counts + token * 2)
     recent = MAIN + tl.load(counts + token * 2 + 1)
     scale = softmax_scale * LOG2E
     dq = tl.zeros((BLOCK_H, D), tl.float32)
-    for n in tl.range(0, COLUMNS, BLOCK):
+    # Tiles of which nothing is selected are left out; what would stand for them is never read.
+    used = tl.cdiv(chosen, BLOCK)
+    for tile_number in tl.range(0, used + (COLUMNS - MAIN) // BLOCK):
+        n = tl.where(tile_number < used, 0, MAIN - used * BLOCK) + tile_number * BLOCK
         column = n + tl.arange(0, BLOCK)
         i = tl.load(rows + token * COLUMNS + column)
         kv = operand(tl.load(table + tl.maximum(i, 0)[:, None] * D + d[None, :]))
@@ -84,6 +92,7 @@ def _entry_rows(
     grad_out,
     weights,
     grad_scores,
+    counts,
     rows,
     MAIN: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -94,6 +103,8 @@ def _entry_rows(
 ):
     """One gradient row per (query, entry): dS^T Q + P^T dO, [T, MAIN, D] bf16."""
     token = tl.program_id(0).to(tl.int64)
+    if tl.program_id(1) * BLOCK >= tl.load(counts + token * 2):
+        return
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     h = tl.arange(0, HEADS)
     pair = token * HEADS * COLUMNS + h[:, None] * COLUMNS + n[None, :]
@@ -181,26 +192,33 @@ class Saved:
     scale: float
     window_size: int
     entries: int
+    kept: Kept | None = None
 
 
-def backward(saved: Saved, grad_out: Tensor, inverse: InverseIndex | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the query [T, H, D] and the table [E + T, D] (fp32), and delta = sum of out * grad_out."""
+def backward(
+    saved: Saved, grad_out: Tensor, inverse: InverseIndex | None, lost: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the query [T, H, D] and the table [E + T, D] (fp32), and delta.
+
+    Delta is the sum of `out * grad_out` over channels plus `lost` [T, H] fp32: what `saved.out` misses when
+    it is turned otherwise than its gradient.
+    """
     count, heads, channels = saved.query.shape
     main, total = saved.keys.main, saved.keys.rows.shape[1]
     chunk = inverse.chunk if inverse is not None else CHUNK
-    if inverse is None:
+    if inverse is None and main:
         inverse = invert(saved.indices, saved.entries, chunk)
     size = min(chunk, count)
     bf16 = saved.query.dtype
     weights = saved.query.new_empty((2, size, heads, total))
     rows = torch.empty((size, main, channels), dtype=bf16, device=grad_out.device)
     grad_query = torch.empty_like(saved.query)
-    grad_table = torch.zeros((len(saved.table), channels), dtype=torch.float32, device=grad_out.device)
     delta = torch.empty_like(saved.lse)
+    grad_table = torch.zeros((len(saved.table), channels), dtype=torch.float32, device=grad_out.device)
     for c, start in enumerate(range(0, count, chunk)):
         part = slice(start, min(start + chunk, count))
-        _launch_query(saved, grad_out, part, grad_query, weights, delta)
-        if main:
+        _launch_query(saved, grad_out, lost, part, grad_query, weights, delta)
+        if inverse is not None and main:
             _launch_entries(saved, grad_out, part, weights, rows)
             _launch_gather(saved, rows, inverse.pointers[c], inverse.slots[c], grad_table)
         _launch_window(saved, grad_out, part, weights, grad_table[saved.entries :])
@@ -208,9 +226,22 @@ def backward(saved: Saved, grad_out: Tensor, inverse: InverseIndex | None) -> tu
 
 
 def _launch_query(
-    saved: Saved, grad_out: Tensor, part: slice, grad_query: Tensor, weights: Tensor, delta: Tensor
+    saved: Saved,
+    grad_out: Tensor,
+    lost: Tensor,
+    part: slice,
+    grad_query: Tensor,
+    weights: Tensor,
+    delta: Tensor,
 ) -> None:
     count, heads, channels = saved.query[part].shape
+    if saved.kept is not None:
+        rows = KeyRows(saved.keys.rows[part], saved.keys.counts[part], saved.keys.main, saved.keys.block)
+        kept = Kept(saved.kept.weights[part], saved.kept.tops[part])
+        results = grad_query[part], weights[0], weights[1], delta[part]
+        given = saved.out[part], grad_out[part], saved.lse[part], lost[part]
+        query_gradient(saved.table, rows, *given, kept, *results, scale=saved.scale)
+        return
     block_h = min(heads, 64)
     _query_gradient[(count, heads // block_h)](
         saved.query[part],
@@ -220,6 +251,7 @@ def _launch_query(
         saved.out[part],
         grad_out[part],
         saved.lse[part],
+        lost[part],
         grad_query[part],
         weights[0],
         weights[1],
@@ -239,13 +271,17 @@ def _launch_query(
 
 def _launch_entries(saved: Saved, grad_out: Tensor, part: slice, weights: Tensor, rows: Tensor) -> None:
     count, heads, channels = saved.query[part].shape
-    main = saved.keys.main
+    main, counts = saved.keys.main, saved.keys.counts[part]
+    if supports(saved.query, saved.keys):
+        entry_rows(saved.query[part], grad_out[part], weights[0], weights[1], counts, rows)
+        return
     block = next(b for b in (128, 64, 32, 16) if main % b == 0)
     _entry_rows[(count, main // block)](
         saved.query[part],
         grad_out[part],
         weights[0],
         weights[1],
+        counts,
         rows,
         MAIN=main,
         COLUMNS=saved.keys.rows.shape[1],

@@ -17,6 +17,7 @@ from model.ops.candidates import triton as candidates  # noqa: E402
 from model.ops.decode_rows import triton as decode_rows  # noqa: E402
 from model.ops.engram_gate import triton as engram  # noqa: E402
 from model.ops.exact_linear import triton as exact_linear  # noqa: E402
+from model.ops.experts import route_gradients  # noqa: E402
 from model.ops.experts import triton as experts  # noqa: E402
 from model.ops.experts.plan import Plan  # noqa: E402
 from model.ops.hyper_boundary import gradients  # noqa: E402
@@ -72,20 +73,15 @@ def _forward(compiled, module, **options):
     return compiled(module.forward, *arguments, scale=SCALE, **options)
 
 
-def _backward(compiled):
+def _backward(compiled, heads, kept):
+    query, row = _t(T, heads, D), _t(T, heads, dtype=FP32)
+    tops = _t(T, (K + W) // 128, heads, dtype=FP32)
+    weights = gluon.Kept(_t(T, heads, K + W), tops) if kept else None
     saved = backward.Saved(
-        _t(T, H, D),
-        _t(E + T, D),
-        _keys(),
-        _t(T, K, dtype=INT),
-        _t(T, H, D),
-        _t(T, H, dtype=FP32),
-        SCALE,
-        W,
-        E,
+        query, _t(E + T, D), _keys(), _t(T, K, dtype=INT), query, row, SCALE, W, E, weights
     )
     inverse = InverseIndex(T, [_t(E + 1, dtype=INT)], [_t(T * K, dtype=INT)])
-    return compiled(backward.backward, saved, _t(T, H, D), inverse)
+    return compiled(backward.backward, saved, query, inverse, row)
 
 
 def _scores(compiled, dtype):
@@ -129,7 +125,8 @@ def _pack(compiled, kind, width, ratio):
 
 def _boundary(compiled):
     streams, branch, k = _t(E, 4, 5120), _t(E, 5120), _t(E, 24, dtype=FP32)
-    kernels = compiled(boundary.update, streams, branch, k, _t(5120), 1e-6)
+    kernels = compiled(boundary.split_projection, _t(24, 20480, dtype=FP32))
+    kernels += compiled(boundary.update, streams, branch, k, _t(5120), 1e-6)
     return kernels + compiled(
         boundary.coefficients,
         *(streams, _t(E, dtype=FP32), _t(20480, 64), _t(24, dtype=FP32), _t(3, dtype=FP32)),
@@ -144,8 +141,10 @@ def _rows(compiled):
 def _rotary(compiled):
     angles = _t(T, 32, dtype=FP32), _t(T, 32, dtype=FP32)
     kernels = compiled(rotary.rotary_, _t(T, H, D), *angles, 1.0)
+    kernels += compiled(rotary.turned_gradient_, _t(T, H, D), _t(T, H, D), *angles)
     ring = {"ring": _t(E, 528, dtype=BYTE), "target": _t(T, dtype=torch.int64)}
     kernels += compiled(rotary.window_keys, _t(T, D), _t(D), *angles, eps=1e-6, rounded=True, **ring)
+    kernels += compiled(rotary.window_keys_backward, _t(T, D), _t(D), *angles, _t(T, D), eps=1e-6)
     return kernels + compiled(rotary.index_heads, _t(T, 32, 128), *angles, rounded=True)
 
 
@@ -157,6 +156,9 @@ def _experts(compiled):
     kernels = compiled(
         experts.route, _t(T, width), _t(count, width), _t(count, dtype=FP32), chosen, 1.5, 1.0, None
     )
+    affinity = _t(T, count, dtype=FP32)
+    options = {"factor": 1.5, "temperature": 1.0}
+    kernels += compiled(route_gradients.logit_gradients, affinity, ids, None, weights, **options)
     kernels += compiled(experts.plan, ids, count, 1)
     kernels += compiled(experts.swiglu, _t(rows, 2 * inner), weights, plan, 10.0)
     kernels += compiled(experts.swiglu_backward, _t(rows, 2 * inner), weights, plan, 10.0, _t(rows, inner))
@@ -180,13 +182,16 @@ def _packed_experts(compiled, tokens, exact):
     return compiled(packed.packed_experts, *arguments, limit=10.0, rounded=False, exact=exact)
 
 
-def _boundary_gradients(compiled):
+def _boundary_gradients(compiled, count):
     width = 2048
-    streams, branch, k = _t(T, 4, width), _t(T, width), _t(T, 24, dtype=FP32)
+    streams, branch, k = _t(count, 4, width), _t(count, width), _t(count, 24, dtype=FP32)
     kernels = compiled(gradients.site_input, streams, k, _t(width), 1e-6)
     sites = (streams, streams, branch, k, _t(width), 1e-6, streams, branch)
     kernels += compiled(gradients.site_backward, *sites)
-    return kernels + compiled(gradients.logit_gradients, k, _t(24, dtype=FP32), _t(3, dtype=FP32), k)
+    row, split, raw = _t(count, dtype=FP32), _t(4 * width, 64), _t(count, 32)
+    products, scale = _t(count, 64, dtype=FP32), _t(3, dtype=FP32)
+    kernels += compiled(gradients.logit_gradients, products, row, _t(24, dtype=FP32), scale, k, 4 * width)
+    return kernels + compiled(gradients.stream_gradients, streams, raw, row, split, streams)
 
 
 def _decode_index(compiled, listed):
@@ -262,7 +267,10 @@ CASES = {
     "attention_fast": lambda c: _forward(c, gluon),
     "attention_plain": lambda c: _forward(c, attention),
     "attention_exact": lambda c: _forward(c, attention, exact=True),
-    "attention_backward": _backward,
+    "attention_kept": lambda c: _forward(c, gluon, keep=True),
+    "attention_backward": lambda c: _backward(c, H, False),
+    "attention_backward_kept": lambda c: _backward(c, H, True),
+    "attention_backward_wide": lambda c: _backward(c, 2 * H, False),
     "topk_few": lambda c: c(topk.topk, _t(64, 131072, dtype=FP32), 512),
     "topk_many": lambda c: c(topk.topk, _t(1024, E, dtype=FP32), 512, ends=_t(1024, dtype=INT)),
     "candidates": _candidates,
@@ -275,7 +283,8 @@ CASES = {
     "pack_window": lambda c: _pack(c, "window", 512, 1),
     "unpack": lambda c: c(unpacking.unpack_keys, _t(E, 288, dtype=BYTE)),
     "boundary": _boundary,
-    "boundary_gradients": _boundary_gradients,
+    "boundary_gradients": lambda c: _boundary_gradients(c, T),
+    "boundary_gradients_of_one": lambda c: _boundary_gradients(c, 1),
     "rotary": _rotary,
     "experts": _experts,
     "experts_few": _few_experts,

@@ -67,7 +67,9 @@ def test_attention_forward_and_backward(interpreted):
 
     saved = Saved(query, table, rows, indices, out, lse, SCALE, window_size, entries)
     inverse = invert(indices, entries, chunk=16)
-    got = interpreted("model.ops.sparse_attention.backward", "backward", saved, grad, inverse)
+    got = interpreted(
+        "model.ops.sparse_attention.backward", "backward", saved, grad, inverse, torch.zeros(count, H)
+    )
     gradients = torch.autograd.grad(expected, wide, grad.double())
     assert _error(got[0], gradients[0]) < 4e-3
     assert _error(got[1], torch.cat(gradients[1:3])) < 5e-3

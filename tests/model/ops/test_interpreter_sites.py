@@ -11,6 +11,7 @@ from model.ops.hyper_boundary import reference as boundary
 from model.ops.index_decode import reference as index_decode
 from model.ops.records import pack, unpack
 from model.ops.rotary import reference as rotary
+from model.ops.sparse_attention import reference as attention
 
 BF16 = torch.bfloat16
 
@@ -45,6 +46,19 @@ def test_window_keys(interpreted, rounded):
     assert torch.equal(keys, expected)
 
 
+def test_gradient_of_window_keys(interpreted):
+    torch.manual_seed(0)
+    values, norm, angles = torch.randn(11, 64).to(BF16), torch.rand(64).to(BF16), _angles(11)
+    wide = [x.float().requires_grad_() for x in (values, norm)]
+    grad = torch.randn(11, 64).to(BF16)
+    rotary.window_keys(*wide, *angles, eps=1e-6, rounded=True)[0].backward(grad.float())
+    got = interpreted(
+        "model.ops.rotary.triton", "window_keys_backward", values, norm, *angles, grad, eps=1e-6
+    )
+    for have, want in zip(got, wide, strict=True):
+        assert _error(have, want.grad) < 4e-3
+
+
 def test_index_heads_are_what_their_records_decode_to(interpreted):
     torch.manual_seed(0)
     x, angles = torch.randn(5, 4, 64).to(BF16), _angles()
@@ -67,6 +81,23 @@ def test_route_chooses_and_weighs(interpreted):
         assert _error(affinity, expected[0]) < 1e-6
         dense = [torch.zeros(21, 6).scatter(1, i, w) for i, w in ((ids, weights), expected[1:])]
         assert _error(*dense) < 1e-6
+
+
+@pytest.mark.parametrize("given", [(True, True), (True, False), (False, True)])
+def test_gradient_of_routing(interpreted, given):
+    x, weight, bias, *options = _routed()
+    x[4] *= 40.0
+    wide = [y.float().requires_grad_() for y in (x, weight)]
+    affinity, ids, weights = experts.route(wide[0], wide[1], bias, *options)
+    grads = [torch.randn_like(y) if g else None for y, g in zip((affinity, weights), given, strict=True)]
+    loss = sum((y * g).sum() for y, g in zip((affinity, weights), grads, strict=True) if g is not None)
+    wanted = torch.autograd.grad(loss, wide)
+    module = "model.ops.experts.route_gradients"
+    arguments = affinity.detach(), ids, *grads
+    parts = interpreted(module, "logit_gradients", *arguments, factor=options[1], temperature=options[2])
+    logits = parts.float().unflatten(1, (2, 6)).sum(1)
+    assert _error(logits @ weight.float(), wanted[0]) < 1e-4
+    assert _error(logits.t() @ x.float(), wanted[1]) < 1e-4
 
 
 @pytest.mark.parametrize("times", [1, 40])
@@ -103,8 +134,9 @@ def _site(count=7, width=96):
     return streams.to(BF16), branch.to(BF16), coefficient, norm.to(BF16), base, scale
 
 
-def test_gradient_of_a_site(interpreted):
-    streams, branch, coefficient, norm, *_ = _site()
+@pytest.mark.parametrize("width", [96, 320])
+def test_gradient_of_a_site(interpreted, width):
+    streams, branch, coefficient, norm, *_ = _site(width=width)
     wide = [x.float().requires_grad_() for x in (streams, branch, coefficient, norm)]
     updated, normed, _ = boundary.update(*wide, 1e-6)
     grads = torch.randn_like(updated).to(BF16), torch.randn_like(normed).to(BF16)
@@ -118,24 +150,51 @@ def test_gradient_of_a_site(interpreted):
         assert _error(have, want.grad) < 4e-3
 
 
-def test_input_of_a_site(interpreted):
+def test_input_of_a_site_and_its_gradient(interpreted):
     streams, _, coefficient, norm, *_ = _site()
-    got = interpreted("model.ops.hyper_boundary.gradients", "site_input", streams, coefficient, norm, 1e-6)
+    module = "model.ops.hyper_boundary.gradients"
+    got = interpreted(module, "site_input", streams, coefficient, norm, 1e-6)
     expected = boundary.site_input(streams, coefficient, norm, 1e-6)
     assert torch.equal(got[0], expected[0])
     assert _error(got[1], expected[1]) < 1e-6
+    wide = [x.float().requires_grad_() for x in (streams, coefficient, norm)]
+    grad = torch.randn_like(got[0])
+    boundary.site_input(*wide, 1e-6)[0].backward(grad.float())
+    arguments = (None, streams, None, coefficient, norm, 1e-6, None, grad)
+    grads = interpreted(module, "site_backward", *arguments)
+    assert grads[1] is None
+    for have, want in zip((grads[0], grads[2], grads[3]), wide, strict=True):
+        assert _error(have, want.grad) < 4e-3
 
 
-def test_gradient_of_coefficients_runs_the_rounds_backwards(interpreted):
+def test_a_projection_in_two_parts(interpreted):
+    projection = torch.randn(24, 160)
+    split = interpreted("model.ops.hyper_boundary.triton", "split_projection", projection)
+    high, low = split.unflatten(1, (2, 32)).unbind(1)
+    assert torch.equal(high[:, :24], projection.to(BF16).T)
+    assert torch.equal(low[:, :24], (projection - projection.to(BF16).float()).to(BF16).T)
+    assert not high[:, 24:].any() and not low[:, 24:].any()
+
+
+@pytest.mark.parametrize("added", [True, False])
+def test_gradient_of_coefficients_runs_the_rounds_backwards(interpreted, added):
     *_, base, scale = _site()
-    logits = torch.randn(40, 24)
-    moved = (logits * scale.repeat_interleave(torch.tensor([4, 4, 16])) + base).requires_grad_()
-    gates = torch.sigmoid(moved[:, :4]) + 1e-6, 2 * torch.sigmoid(moved[:, 4:8])
-    mix = boundary.sinkhorn(moved[:, 8:].unflatten(1, (4, 4)))
-    grad = torch.randn(40, 24)
-    torch.cat([*gates, mix.flatten(1)], 1).backward(grad)
-    got = interpreted("model.ops.hyper_boundary.gradients", "logit_gradients", logits, base, scale, grad)
-    assert _error(got, moved.grad) < 1e-5
+    streams, projection = torch.randn(40, 4, 40).to(BF16), torch.randn(24, 160) * 0.2
+    wide = [x.float().requires_grad_() for x in (streams, projection, base, scale)]
+    grad, other = torch.randn(40, 24), torch.randn_like(streams) if added else None
+    boundary.coefficients(*wide).backward(grad)
+    split = interpreted("model.ops.hyper_boundary.triton", "split_projection", projection)
+    module, flat = "model.ops.hyper_boundary.gradients", streams.float().flatten(1)
+    products, squares = flat @ split.float(), flat.square().sum(1)
+    raw, shrink, *sums = interpreted(
+        module, "logit_gradients", products, squares, base, scale, grad, flat.shape[1]
+    )
+    assert not raw[:, 24:].any()
+    assert _error(raw[:, :24].float().t() @ flat, wide[1].grad) < 4e-3
+    assert _error(sums[0], wide[2].grad) < 1e-5
+    assert _error(sums[1], wide[3].grad) < 1e-4
+    got = interpreted(module, "stream_gradients", streams, raw, shrink, split, other)
+    assert _error(got, wide[0].grad + (0 if other is None else other.float())) < 6e-3
 
 
 @pytest.mark.parametrize("listed", [False, True])
@@ -199,3 +258,42 @@ def test_coefficients_are_the_same_bits_in_parts_and_together(interpreted):
     assert _error(many, boundary.coefficients(streams, projection, base, scale)) < 1e-4
     assert torch.equal(few, again)
     assert torch.equal(few, many[:70])
+
+
+def test_gradients_through_an_attention_site(interpreted):
+    torch.manual_seed(0)
+    count, entries, heads, width = 20, 30, 4, 64
+    indices = torch.stack([torch.randperm(entries)[:20].sort().values for _ in range(count)]).int()
+    indices[3, 4:] = -1
+    first, angles = torch.where(torch.arange(count) < 13, 0, 13).int(), _angles(count)
+    shapes = (count, heads, width), (entries, width), (count, width), (2, 24, heads * width // 2)
+    query, keys, window, weight = (torch.randn(*shape).to(BF16) for shape in shapes)
+    leaves = [query, keys, window, torch.randn(heads), weight / 8]
+    grad = torch.randn(count, 48).to(BF16)
+    got = interpreted("tests.model.ops.site_gradients", "of_attention", leaves, indices, first, angles, grad)
+    wide = [x.detach().float().requires_grad_() for x in leaves]
+    turned = rotary.rotary(wide[0], *angles)
+    options = {"scale": width**-0.5, "window_size": 12}
+    own = torch.arange(count).int()
+    out, _ = attention.forward(turned, wide[1], indices, wide[2], first, own, wide[3], **options)
+    out = rotary.rotary(out, angles[0], -angles[1]).flatten(1).unflatten(1, (2, -1))
+    out = torch.einsum("tgk,gnk->tgn", out, wide[4]).flatten(1)
+    expected = [out, *torch.autograd.grad(out, wide, grad.float())]
+    for have, want in zip(got, expected, strict=True):
+        assert _error(have, want) < 8e-3
+
+
+def test_gradients_through_a_site_of_hyper_connections(interpreted):
+    streams, branch, _, norm, base, scale = _site(width=64)
+    leaves = [streams, branch, norm, torch.randn(24, 256) * 0.1, base, scale]
+    wide = [x.detach().float().requires_grad_() for x in leaves]
+    k = boundary.coefficients(wide[0], *wide[3:])
+    after, normed, _ = boundary.update(wide[0], wide[1], k, wide[2], 1e-6)
+    results = after, normed, boundary.site_input(after, k, wide[2], 1e-6)[0], k
+    grads = [
+        torch.randn_like(x).to(BF16).to(y) for x, y in zip(results, (BF16, BF16, BF16, k.dtype), strict=True)
+    ]
+    got = interpreted("tests.model.ops.site_gradients", "of_hyper_connections", leaves, grads)
+    expected = [*results, *torch.autograd.grad(results, wide, [g.float() for g in grads])]
+    for have, want in zip(got, expected, strict=True):
+        assert _error(have, want) < 1e-2
