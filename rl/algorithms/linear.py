@@ -49,8 +49,8 @@ def linear_logprobs(
         temperature: divides the logits.
         mask: of the m tokens: the distribution is renormalised over what each could have been. None: over
             the whole vocabulary.
-        exact: a token's results are the same bits whatever the others are, and those of a policy and sampler
-            in exact mode.
+        exact: a token's log-probability has the same bits whatever the others are, and those of a policy and
+            sampler in exact mode.
         limit: most elements of logits held at once, where no kernel serves.
 
     Returns:
