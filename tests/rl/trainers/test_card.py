@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.model_gpu_setup import configuration
+from benchmarks.model_gpu_setup import configuration, policy_on_gpu
 from envs.types import (
     FinishReason,
     Group,
@@ -80,24 +80,22 @@ def trajectory(index, prompt, turn):
     )
 
 
-def made_policy():
+def narrow_policy():
     narrow = {"hidden_size": 256, "moe_intermediate_size": 128, "q_lora_rank": 128, "o_lora_rank": 64}
     policy = Policy(replace(configuration(), **narrow))
     policy.reset_parameters(0)
-    with torch.no_grad():
-        policy.head.weight *= 8  # a distribution that is neither flat nor a point
-    policy.fake_quant = True
     return policy.cuda()
 
 
 def made_trainer(policy, scales_every=0):
+    policy.fake_quant = True
     config = RLConfig(token_budget=512, replay_choices="off", scales_every=scales_every)
     return RLTrainer(policy, config, AlgorithmConfig())
 
 
 @pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9}])
 def test_in_exact_mode_trainer_and_engine_agree_to_the_last_bit_step_after_step(sampling):
-    policy = made_policy()
+    policy = policy_on_gpu()
     trainer = made_trainer(policy)
     for exact in (True, False, True):
         policy.exact = exact
@@ -105,14 +103,14 @@ def test_in_exact_mode_trainer_and_engine_agree_to_the_last_bit_step_after_step(
         found = trainer.step([sampled_group(policy, trainer.version, **sampling)])
         assert found["train/kl.mismatch.own.tokens"] == found["train/kl.mismatch.tokens"] > 300
         assert (found["train/kl.mismatch.own.max"] == 0) == exact
-        assert found["train/kl.mismatch.own"] < 0.02
+        assert found["train/kl.mismatch.own"] < 0.1
         assert not torch.equal(before, policy.head.weight)
     assert paths()["policy"] == "kernels"
     assert sampling or paths()["linear_logprob"] == "triton"
 
 
 def test_a_checkpoint_goes_on_on_a_card(tmp_path):
-    policy = made_policy()
+    policy = narrow_policy()
     trainer = made_trainer(policy, scales_every=1)
     first = trainer.step([sampled_group(policy, 0)])
     assert any(name.startswith("quant/train/") for name in first)
@@ -121,7 +119,7 @@ def test_a_checkpoint_goes_on_on_a_card(tmp_path):
     group = sampled_group(policy, 1)
     trainer.step([group])
 
-    other = made_policy()
+    other = narrow_policy()
     again = made_trainer(other, scales_every=1)
     state = store.latest().load_state()
     other.load_state_dict(state["policy"])
