@@ -177,7 +177,7 @@ def sampling_step() -> list[Row]:
             wide = (logits.double() / 0.8).log_softmax(1).cpu().gather(1, got.tokens[:, None])[:, 0]
             worst = max(worst, error(got.full, wide) if same else float("inf"))
             table = packed(rules, logits.device)
-            calls.append(lambda x=logits, r=table, t=(top_p < 1) + (top_k > 0): launch(x, r, t))
+            calls.append(lambda x=logits, r=table, t=top_p < 1: launch(x, r, truncate=t))
             noise = torch.empty_like(logits).exponential_()
             peers.append(lambda x=logits, n=noise, p=top_p, k=top_k: _peer_sampling(x, n, p, k))
         time, kind = replayed(calls), f"top-p {top_p:g}" + (f", top-k {top_k}" if top_k else "")

@@ -18,8 +18,9 @@ from model.ops.tile import LOG2E, round_bf16
 
 _SMALLEST = tl.constexpr(SMALLEST_DOT)
 BLOCK = 1024
-TOKENS = 256
-"""Tokens of one part of the weights' gradient."""
+PARTS = 132
+"""Parts of the tokens in the backward pass, one for each multiprocessor of an H200."""
+WARPS = 16
 
 
 @triton.jit
@@ -90,16 +91,24 @@ def _forward(
 
 
 @triton.jit
+def _tile(x, s, first, token_width, N: tl.constexpr, D: tl.constexpr, B: tl.constexpr):
+    """Channels `first` .. of all streams [S, B] from where a token's begin."""
+    c = first + tl.arange(0, B)
+    return _load(x, token_width + s[:, None] * D + c[None, :], (s < N)[:, None] & (c < D)[None, :])
+
+
+@triton.jit
 def _backward(
     streams,
     projected,
-    q_weight,
-    k_weight,
+    product,
     text,
     grad,
     grad_streams,
     grad_projected,
-    slopes,
+    partial,
+    count,
+    tokens,
     eps,
     N: tl.constexpr,
     D: tl.constexpr,
@@ -107,70 +116,63 @@ def _backward(
     B: tl.constexpr,
     HAS_TEXT: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
+    """Gradients of `tokens` tokens one after the other, and the sum of slope * x * k over them."""
+    part = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, S)
-    squares, key_squares, dots = _sums(streams, projected, q_weight, k_weight, s, token, N, D, S, B)
-    r, r_key, dot, root, gate = _gates(squares, key_squares, dots, eps, D)
-    felt = tl.zeros((S,), tl.float32)
-    for first in tl.range(0, D, B):
+    sums = ()
+    for _ in tl.static_range(0, D, B):
+        sums = sums + (tl.zeros((S, B), tl.float32),)  # noqa: RUF005
+    for token in tl.range(part * tokens, tl.minimum(part * tokens + tokens, count)):
+        at_x = token * N * D
+        at_k = token * (N + 1) * D
+        squares = tl.zeros((S, B), tl.float32)
+        key_squares = tl.zeros((S, B), tl.float32)
+        dots = tl.zeros((S, B), tl.float32)
+        felt = tl.zeros((S, B), tl.float32)
+        for first in tl.range(0, D, B):
+            x = _tile(streams, s, first, at_x, N, D, B)
+            k = _tile(projected, s, first, at_k, N, D, B)
+            g = _tile(grad, s, first, at_x, N, D, B)
+            w = _tile(product, s, first, 0, N, D, B)
+            c = first + tl.arange(0, B)
+            value = _load(projected, at_k + N * D + c, c < D)
+            squares += x * x
+            key_squares += k * k
+            dots += x * k * w
+            felt += g * value[None, :]
+        r, r_key, dot, root, gate = _gates(
+            tl.sum(squares, 1), tl.sum(key_squares, 1), tl.sum(dots, 1), eps, D
+        )
+        slope = tl.sum(felt, 1) * gate * (1.0 - gate) * tl.where(tl.abs(dot) >= _SMALLEST, 0.5 / root, 0.0)
+        if HAS_TEXT:
+            takes = tl.load(text + token).to(tl.float32)
+            slope *= takes
+            gate *= takes
+        through = slope * r * r_key * (1.0 / tl.sqrt(D * 1.0))
+        shrink = slope * dot * r * r * (1.0 / D)
+        shrink_key = slope * dot * r_key * r_key * (1.0 / D)
+        following = ()
+        for first in tl.static_range(0, D, B):
+            x = _tile(streams, s, first, at_x, N, D, B)
+            k = _tile(projected, s, first, at_k, N, D, B)
+            g = _tile(grad, s, first, at_x, N, D, B)
+            w = _tile(product, s, first, 0, N, D, B) * through[:, None]
+            c = first + tl.arange(0, B)
+            at = s[:, None] * D + c[None, :]
+            keep = (s < N)[:, None] & (c < D)[None, :]
+            dx = g + k * w - shrink[:, None] * x
+            dk = x * w - shrink_key[:, None] * k
+            dv = tl.sum(g * gate[:, None], 0)
+            kind = grad_streams.dtype.element_ty
+            tl.store(grad_streams + at_x + at, round_bf16(dx).to(kind), mask=keep)
+            tl.store(grad_projected + at_k + at, round_bf16(dk).to(kind), mask=keep)
+            tl.store(grad_projected + at_k + N * D + c, round_bf16(dv).to(kind), mask=c < D)
+            following = following + (sums[first // B] + through[:, None] * x * k,)  # noqa: RUF005
+        sums = following
+    for first in tl.static_range(0, D, B):
         c = first + tl.arange(0, B)
         keep = (s < N)[:, None] & (c < D)[None, :]
-        g = _load(grad, token * N * D + s[:, None] * D + c[None, :], keep)
-        value = _load(projected, token * (N + 1) * D + N * D + c, c < D)
-        felt += tl.sum(g * value[None, :], 1)
-    slope = felt * gate * (1.0 - gate) * tl.where(tl.abs(dot) >= _SMALLEST, 0.5 / root, 0.0)
-    if HAS_TEXT:
-        takes = tl.load(text + token).to(tl.float32)
-        slope *= takes
-        gate *= takes
-    through = slope * r * r_key * (1.0 / tl.sqrt(D * 1.0))
-    tl.store(slopes + token * N + s, through, mask=s < N)
-    shrink = slope * dot * r * r * (1.0 / D)
-    shrink_key = slope * dot * r_key * r_key * (1.0 / D)
-    for first in tl.range(0, D, B):
-        c = first + tl.arange(0, B)
-        at = s[:, None] * D + c[None, :]
-        keep = (s < N)[:, None] & (c < D)[None, :]
-        x = _load(streams, token * N * D + at, keep)
-        k = _load(projected, token * (N + 1) * D + at, keep)
-        w = _load(q_weight, at, keep) * _load(k_weight, at, keep)
-        g = _load(grad, token * N * D + at, keep)
-        dx = g + through[:, None] * k * w - shrink[:, None] * x
-        dk = through[:, None] * x * w - shrink_key[:, None] * k
-        dv = tl.sum(g * gate[:, None], 0)
-        kind = grad_streams.dtype.element_ty
-        tl.store(grad_streams + token * N * D + at, round_bf16(dx).to(kind), mask=keep)
-        tl.store(grad_projected + token * (N + 1) * D + at, round_bf16(dk).to(kind), mask=keep)
-        tl.store(grad_projected + token * (N + 1) * D + N * D + c, round_bf16(dv).to(kind), mask=c < D)
-
-
-@triton.jit
-def _weights(
-    streams,
-    projected,
-    slopes,
-    partial,
-    count,
-    N: tl.constexpr,
-    D: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    B: tl.constexpr,
-):
-    """Sum of slope * x * k over one part of the tokens, for one stream and some channels."""
-    part = tl.program_id(0)
-    s = tl.program_id(1)
-    c = tl.program_id(2) * B + tl.arange(0, B)
-    acc = tl.zeros((ROWS, B), tl.float32)
-    for first in tl.range(0, TOKENS, ROWS):
-        t = part * TOKENS + first + tl.arange(0, ROWS)
-        keep = (t < count)[:, None] & (c < D)[None, :]
-        row = t.to(tl.int64)[:, None]
-        x = _load(streams, row * N * D + s * D + c[None, :], keep)
-        k = _load(projected, row * (N + 1) * D + s * D + c[None, :], keep)
-        slope = tl.load(slopes + t * N + s, mask=t < count, other=0.0)
-        acc += slope[:, None] * x * k
-    tl.store(partial + (part * N + s) * D + c, tl.sum(acc, 0), mask=c < D)
+        tl.store(partial + part * N * D + s[:, None] * D + c[None, :], sums[first // B], mask=keep)
 
 
 def _shape(streams: Tensor, text: Tensor | None) -> dict[str, int | bool]:
@@ -206,37 +208,23 @@ def backward(
     """Gradients of streams, of projections, and of the weights' product [n, d] fp32."""
     count, n, width = streams.shape
     grad_streams, grad_projected = torch.empty_like(streams), torch.empty_like(projected)
-    slopes = torch.empty((count, n), dtype=torch.float32, device=streams.device)
     if not count:
-        return grad_streams, grad_projected, slopes.new_zeros(n, width)
-    mask = streams if text is None else text
-    _backward[(count,)](
+        return grad_streams, grad_projected, torch.zeros(n, width, device=streams.device)
+    tokens = triton.cdiv(count, PARTS)
+    parts = triton.cdiv(count, tokens)
+    partial = torch.empty((parts, n, width), dtype=torch.float32, device=streams.device)
+    _backward[(parts,)](
         streams,
         projected,
-        q_weight,
-        k_weight,
-        mask,
+        q_weight.float() * k_weight.float(),
+        streams if text is None else text,
         grad,
         grad_streams,
         grad_projected,
-        slopes,
-        eps,
-        **_shape(streams, text),
-    )
-    parts = triton.cdiv(count, TOKENS)
-    partial = torch.empty((parts, n, width), dtype=torch.float32, device=streams.device)
-    block = min(256, triton.next_power_of_2(width))
-    _weights[(parts, n, triton.cdiv(width, block))](
-        streams,
-        projected,
-        slopes,
         partial,
         count,
-        N=n,
-        D=width,
-        TOKENS=TOKENS,
-        ROWS=16,
-        B=block,
-        num_warps=4,
+        tokens,
+        eps,
+        **_shape(streams, text) | {"num_warps": WARPS},
     )
     return grad_streams, grad_projected, partial.sum(0)

@@ -9,15 +9,16 @@ import triton
 import triton.language as tl
 
 from model.ops.sampling.reference import WEIGHT_BITS
+from model.ops.tile import INTERPRET
 
 CHUNK = 4096
-BUCKETS = tl.constexpr(2048)
+RANGES = tl.constexpr(16)
+"""Ranges of logits in which a truncated row's ids are counted, one unit each; the last takes the rest."""
 ONE = tl.constexpr(float(2**WEIGHT_BITS))
-_PER_UNIT = tl.constexpr(64.0)
-# Fields of a truncated row's state: the lowest key that is kept, how many of those that have it (lowest ids
-# first) and the weight of one; then the range to collect (negative for none), the mass before it and the mass
-# at which the kept part ends.
-LOWEST, TIES, TIE_MASS, RANGE, BEFORE, TARGET, FIELDS = (tl.constexpr(i) for i in range(7))
+_LOG2E, _LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+_INTEGERS = tl.constexpr(float(2**52))
+_SHIFT = tl.constexpr(1.5 * 2**52 + WEIGHT_BITS)
+_NOTHING = tl.constexpr(-(WEIGHT_BITS + 2) * 0.6931471805599453)
 
 
 @triton.jit
@@ -34,23 +35,57 @@ def rule(rules, rows, row, size):
 
 @triton.jit
 def tempered(logits, ids, inside, temperature):
-    """Logits of some ids, -inf outside; -0 becomes 0."""
-    z = tl.load(logits + ids, mask=inside, other=float("-inf"))
-    z = tl.div_rn(z, temperature)
+    """Logits of some ids over the temperature, -inf outside; -0 becomes 0."""
+    return quotient(tl.load(logits + ids, mask=inside, other=float("-inf")), temperature)
+
+
+@triton.jit
+def quotient(z, temperature):
+    """Logits over the temperature, rounded as a division rounds; -0 becomes 0.
+
+    One correction of z times the rounded reciprocal gives that (Markstein 1990) while nothing leaves the
+    range of normal numbers, in a quarter of a division's instructions.
+    """
+    if INTERPRET:
+        z = tl.div_rn(z, temperature)
+    else:
+        reciprocal = tl.div_rn(1.0, temperature)
+        near = z * reciprocal
+        corrected = tl.fma(tl.fma(-near, temperature, z), reciprocal, near)
+        z = tl.where(tl.abs(near) < float("inf"), corrected, near)
     return tl.where(z == 0.0, 0.0, z)
 
 
 @triton.jit
 def weigh(z, top):
-    """Integer weights of logits, given the largest of their row: see `reference.weights`."""
-    relative = tl.exp(z.to(tl.float64) - top.to(tl.float64))
-    return tl.where(relative == relative, relative * ONE + 0.5, 0.0).to(tl.int64)
+    """Integer weights of logits, given the largest of their row: see `reference.weights`.
+
+    The exponential is within 2^-50 of itself; in every kernel the same logits get the same weights.
+    """
+    gap = z.to(tl.float64) - top.to(tl.float64)
+    # exp(gap) = 2^n exp(rest): adding 1.5 * 2^52 leaves n, and WEIGHT_BITS, in the lowest bits.
+    shifted = tl.fma(gap, _LOG2E, _SHIFT)
+    rest = tl.fma(shifted - _SHIFT, -_LN2, gap)
+    power = tl.fma(rest, 2.7620075892548164e-07, 2.763264069051338e-06)
+    power = tl.fma(power, rest, 2.480152132234228e-05)
+    power = tl.fma(power, rest, 0.00019841190647512536)
+    power = tl.fma(power, rest, 0.0013888888917196736)
+    power = tl.fma(power, rest, 0.008333333367311624)
+    power = tl.fma(power, rest, 0.041666666666624164)
+    power = tl.fma(power, rest, 0.16666666666615648)
+    power = tl.fma(power, rest, 0.5000000000000001)
+    power = tl.fma(power, rest, 1.0)
+    power = tl.fma(power, rest, 1.0)
+    bits = power.to(tl.int64, bitcast=True) + (shifted.to(tl.int64, bitcast=True) << 52)
+    # Adding 2^52 rounds to an integer, which stands in the lowest bits.
+    whole = (bits.to(tl.float64, bitcast=True) + _INTEGERS).to(tl.int64, bitcast=True) & 0xFFFFFFFFFFFFF
+    return tl.where(gap > _NOTHING, whole, 0)
 
 
 @triton.jit
-def bucket(z, top):
+def range_of(z, top):
     """Which of the ranges below the largest logit, rising as z falls; the last one takes the rest."""
-    return tl.minimum((top - z) * _PER_UNIT, BUCKETS - 1.0).to(tl.int32)
+    return tl.minimum(top - z, RANGES - 1.0).to(tl.int32)
 
 
 @triton.jit
@@ -58,6 +93,13 @@ def ordered(z):
     """fp32 -> uint32 in the same order."""
     bits = z.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.uint32, bitcast=True) ^ 0x80000000
+
+
+@triton.jit
+def number(key):
+    """The fp32 of an order: the reverse of `ordered`, of a key in int64."""
+    bits = tl.where(key >= 0x80000000, key - 0x80000000, 0xFFFFFFFF - key)
+    return bits.to(tl.uint32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -74,12 +116,3 @@ def largest(tops, row, CHUNKS: tl.constexpr, PADDED: tl.constexpr):
 def threshold(draw, total):
     """The weight that the cumulative sum has to pass."""
     return tl.minimum((draw * total.to(tl.float64)).to(tl.int64), total - 1)
-
-
-@triton.jit
-def keeps(z, lowest, ties, ties_before):
-    """Which logits a truncated row keeps, given how many of the lowest key stand before them."""
-    key = ordered(z)
-    equal = (key == lowest) & (z > float("-inf"))
-    rank = ties_before + tl.cumsum(equal.to(tl.int64), 0)
-    return (z > float("-inf")) & ((key > lowest) | (equal & (rank <= ties)))

@@ -1,9 +1,9 @@
 """Sampling without sorting: every pass over the vocabulary runs by chunks in parallel.
 
 Two passes find the largest logit and sum the integer weights; one program a row then draws a chunk and an id
-in it. Where a row is truncated, the second pass also counts and weighs 2048 ranges below the largest logit,
-and `model.ops.sampling.limits` finds where the kept part ends. Integer sums only: the same tokens whatever
-the order of the atomics, the batch, or the size of the chunks.
+in it. Where a row is truncated, the second pass also counts ids in 16 ranges below the largest logit, a third
+lays side by side what may stay, and the program of the row finds where that ends (`sampling.limits`).
+Integer sums only: the same tokens whatever the batch or the size of the chunks.
 """
 
 # Kernels are written in Triton's language, which Python's types do not describe.
@@ -16,28 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.ops.sampling.limits import Limits
+from model.ops.sampling.limits import collect, count_ranges, draw_kept
 from model.ops.sampling.reference import Drawn, Rules
-from model.ops.sampling.tile import (
-    BUCKETS,
-    CHUNK,
-    FIELDS,
-    LOWEST,
-    ONE,
-    TIE_MASS,
-    TIES,
-    bucket,
-    keeps,
-    largest,
-    rule,
-    tempered,
-    threshold,
-    weigh,
-)
+from model.ops.sampling.tile import CHUNK, ONE, RANGES, largest, quotient, rule, tempered, threshold, weigh
 
 _INCREMENT = tl.constexpr(0x9E3779B97F4A7C15)
 _FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
 _SECOND = tl.constexpr(0x94D049BB133111EB)
+CANDIDATES = 2048
+"""Candidates of a truncated row that are looked at together."""
 
 
 @triton.jit
@@ -66,9 +53,10 @@ def _tops(
     temperature = 1.0
     if not PLAIN:
         temperature, _, _, _ = rule(rules, rows, row, size)
-    z = tempered(logits + row * stride, ids, ids < size, temperature)
+    z = tl.load(logits + row * stride + ids, mask=ids < size, other=float("-inf"))
     broken = tl.max((z != z).to(tl.int32), 0) > 0
-    top = tl.max(tl.where(z == z, z, float("-inf")), 0)
+    # The quotient rises with the logit, so that its largest is that of the largest logit.
+    top = quotient(tl.max(tl.where(z == z, z, float("-inf")), 0), temperature)
     tl.store(tops + row * CHUNKS + chunk, tl.where(broken, float("nan"), top))
 
 
@@ -79,7 +67,6 @@ def _masses(
     tops,
     masses,
     counts,
-    sums,
     rows,
     size,
     stride,
@@ -101,12 +88,8 @@ def _masses(
     tl.store(masses + row * CHUNKS + chunk, tl.sum(mass, 0))
     if TRUNCATE:  # noqa: SIM102
         if ((top_k < size) | (top_p < 1.0)) & (top == top):
-            at = row * BUCKETS + bucket(z, top)
-            if top_k < size:
-                ones = tl.full((BLOCK,), 1, tl.int32)
-                tl.atomic_add(counts + at, ones, mask=z > float("-inf"), sem="relaxed")
-            if top_p < 1.0:
-                tl.atomic_add(sums + at, mass, mask=mass > 0, sem="relaxed")
+            b = tl.arange(0, 2 * RANGES)
+            tl.store(counts + (row * CHUNKS + chunk) * RANGES + b, count_ranges(z, top), mask=b < RANGES)
 
 
 @triton.jit
@@ -134,51 +117,14 @@ def _best(
 
 
 @triton.jit
-def _draw_kept(
-    logits,
-    temperature,
-    top,
-    kept,
-    state,
-    draw,
-    size,
-    CHUNKS: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The token drawn from what a row was truncated to, the weight of that, and how many ids it has."""
-    lowest = tl.load(state + LOWEST).to(tl.uint32)
-    ties = tl.load(state + TIES)
-    c = tl.arange(0, PADDED)
-    inside = c < CHUNKS
-    above = tl.load(kept + c, mask=inside, other=0)
-    equal = tl.load(kept + CHUNKS + c, mask=inside, other=0)
-    mass = tl.load(kept + 2 * CHUNKS + c, mask=inside, other=0)
-    behind = tl.cumsum(equal, 0)
-    own_ties = tl.minimum(behind, ties) - tl.minimum(behind - equal, ties)
-    mass += own_ties * tl.load(state + TIE_MASS)
-    total = tl.sum(mass, 0)
-    limit = threshold(draw, total)
-    cumulative = tl.cumsum(mass, 0)
-    chunk = tl.sum((cumulative <= limit).to(tl.int32), 0)
-    before = tl.sum(tl.where(cumulative <= limit, mass, 0), 0)
-    ties_before = tl.sum(tl.where(c < chunk, equal, 0), 0)
-    ids = chunk * BLOCK + tl.arange(0, BLOCK)
-    z = tempered(logits, ids, ids < size, temperature)
-    within = tl.where(keeps(z, lowest, ties, ties_before), weigh(z, top), 0)
-    passed = (before + tl.cumsum(within, 0) <= limit).to(tl.int32)
-    token = tl.minimum(chunk * BLOCK + tl.sum(passed, 0), size - 1)
-    return token, total, (tl.sum(above, 0) + tl.minimum(tl.sum(equal, 0), ties)).to(tl.int32)
-
-
-@triton.jit
 def _choose(
     logits,
     rules,
     tops,
     masses,
-    kept,
-    state,
+    found,
+    weights,
+    ids,
     out,
     rows,
     size,
@@ -187,7 +133,12 @@ def _choose(
     PADDED: tl.constexpr,
     TRUNCATE: tl.constexpr,
     BLOCK: tl.constexpr,
+    CANDIDATES: tl.constexpr,
 ):
+    """A row's token, how many ids it was truncated to, and both log-probabilities.
+
+    The fifth row of `out` holds how many candidates stand in `found`.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     temperature, greedy, top_k, top_p = rule(rules, rows, row, size)
@@ -202,9 +153,10 @@ def _choose(
     token = size * 0
     truncated = ((top_k < size) | (top_p < 1.0)) & finite
     if TRUNCATE and truncated:
-        token, weight, listed = _draw_kept(
-            logits, temperature, top, kept + row * 3 * CHUNKS, state + row * FIELDS, draw, size,
-            CHUNKS, PADDED, BLOCK,
+        count = tl.load(out + 4 * rows + row)
+        token, weight, listed = draw_kept(
+            found + row * size, weights + row * size, ids + row * size, count, total, top, draw, top_k, top_p,
+            size, CANDIDATES,
         )  # fmt: skip
     elif finite:
         if greedy:
@@ -231,12 +183,12 @@ def packed(rules: Rules, device: torch.device) -> Tensor:
 
 
 def tops_and_masses(
-    logits: Tensor, rules: Tensor | None = None, counts: Tensor | None = None, sums: Tensor | None = None
+    logits: Tensor, rules: Tensor | None = None, counts: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Of each chunk [B, chunks]: the largest logit, and the sum of weights.
 
-    Without rules nothing is tempered. `counts` and `sums` [B, BUCKETS], zeros, get those of each range below
-    the largest logit, of rows that are truncated.
+    Without rules nothing is tempered. `counts` [B, chunks, RANGES] int32 gets the number of ids in each range
+    below the largest logit, of rows that are truncated.
     """
     rows, size = logits.shape
     chunks = triton.cdiv(size, CHUNK)
@@ -247,8 +199,8 @@ def tops_and_masses(
     shape = {"CHUNKS": chunks, "PLAIN": rules is None, "BLOCK": CHUNK, "num_warps": 8}
     _tops[(chunks, rows)](logits, given, tops, *at, **shape)
     shape |= {"PADDED": triton.next_power_of_2(chunks), "TRUNCATE": counts is not None}
-    ranges = (masses, masses) if counts is None or sums is None else (counts, sums)
-    _masses[(chunks, rows)](logits, given, tops, masses, *ranges, *at, **shape)
+    ranges = masses if counts is None else counts
+    _masses[(chunks, rows)](logits, given, tops, masses, ranges, *at, **shape)
     return tops, masses
 
 
@@ -256,44 +208,46 @@ def draw(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     """See `model.ops.sampling.draw`."""
     ones = torch.ones(len(seeds), dtype=torch.float64)
     rules = Rules(ones, ones, torch.zeros_like(seeds), seeds, positions)
-    return launch(logits.contiguous(), packed(rules, logits.device), 0)[0][0].long()
+    return launch(logits.contiguous(), packed(rules, logits.device), truncate=False)[0][0].long()
 
 
-def launch(logits: Tensor, rules: Tensor, searches: int) -> tuple[Tensor, Tensor | None]:
-    """Tokens, counts of ids and both log-probabilities as int32 bits [4, B], and the ids [B, V] int32.
+def launch(logits: Tensor, rules: Tensor, *, truncate: bool) -> tuple[Tensor, Tensor | None]:
+    """Tokens, counts of ids and both log-probabilities as int32 bits [5, B], and the ids [B, V] int32.
 
-    `searches` is 0 where no row is truncated, 1 where none has both top-k and top-p, else 2.
+    The last row of the first is scratch. `truncate` tells that a row may lose ids.
     """
     rows, size = logits.shape
     assert logits.stride(1) == 1, "logits must be contiguous along the row"
-    found = None
-    if searches:
-        found = Limits(logits, rules)
-        tops, masses = tops_and_masses(logits, rules, found.counts, found.sums)
-        found.find(tops, searches)
-    else:
-        tops, masses = tops_and_masses(logits, rules)
-    out = logits.new_empty((4, rows), dtype=torch.int32)
-    chunks = tops.shape[1]
-    kept, state = (masses, masses) if found is None else (found.kept, found.state)
+    chunks = triton.cdiv(size, CHUNK)
+    out = logits.new_empty((5, rows), dtype=torch.int32)
+    counts = logits.new_empty((rows, chunks, RANGES.value), dtype=torch.int32) if truncate else None
+    tops, masses = tops_and_masses(logits, rules, counts)
+    found = weights = masses
+    ids = out
+    if counts is not None:
+        found, weights = logits.new_empty((2, rows, size), dtype=torch.int64)
+        ids = logits.new_empty((rows, size), dtype=torch.int32)
+        collect(logits, rules, tops, masses, counts, found, out[4])
     _choose[(rows,)](
         logits,
         rules,
         tops,
         masses,
-        kept,
-        state,
+        found,
+        weights,
+        ids,
         out,
         rows,
         size,
         logits.stride(0),
         CHUNKS=chunks,
         PADDED=triton.next_power_of_2(chunks),
-        TRUNCATE=searches > 0,
+        TRUNCATE=truncate,
         BLOCK=CHUNK,
+        CANDIDATES=CANDIDATES,
         num_warps=8,
     )
-    return out, None if found is None else found.ids
+    return out, ids if truncate else None
 
 
 def sampling(logits: Tensor, rules: Rules) -> Drawn:
@@ -302,11 +256,9 @@ def sampling(logits: Tensor, rules: Rules) -> Drawn:
     if not rows:
         return Drawn(torch.zeros(0, dtype=torch.int64), torch.zeros(0), torch.zeros(0))
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    truncating = rules.truncating(size)
-    both = truncating & (rules.top_k > 0) & (rules.top_k < size) & (rules.top_p < 1.0)
-    searches = int(truncating.any()) + int(both.any())
-    out, ids = launch(logits, packed(rules, logits.device), searches)
-    tokens, counts, own, full = out.cpu()
+    truncate = bool(rules.truncating(size).any())
+    out, ids = launch(logits, packed(rules, logits.device), truncate=truncate)
+    tokens, counts, own, full = out[:4].cpu()
     own, full = own.view(torch.float32), full.view(torch.float32)
     if ids is None:
         return Drawn(tokens.long(), own, full)

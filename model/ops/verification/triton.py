@@ -197,6 +197,7 @@ def verification(
         return accepted, tokens
     chunks = triton.cdiv(size, CHUNK)
     target, slots = target.contiguous(), proposed[:width].contiguous()
+    lengths, rest_draws = lengths.contiguous(), rest_draws.contiguous()
     tops, masses = tops_and_masses(target)
     q_tops, q_masses = tops_and_masses(slots.view(-1, size)) if width else (tops, masses)
     weights = (target, tops, masses, slots, q_tops, q_masses, index.contiguous())

@@ -236,9 +236,9 @@ def _engram(compiled):
     return kernels + compiled(row_sums.launch, *lookups)
 
 
-def _sampling(compiled, searches):
+def _sampling(compiled, truncate):
     rules = _t(5, 64, dtype=torch.int64)
-    return compiled(sampling.launch, _t(64, 129280, dtype=FP32), rules, searches)
+    return compiled(sampling.launch, _t(64, 129280, dtype=FP32), rules, truncate=truncate)
 
 
 def _verification(compiled):
@@ -299,8 +299,8 @@ CASES = {
     "index_loss": lambda c: _index_loss(c, 32),
     "index_loss_few_heads": lambda c: _index_loss(c, 8),
     "engram": _engram,
-    "sampling": lambda c: _sampling(c, 0),
-    "sampling_truncated": lambda c: _sampling(c, 2),
+    "sampling": lambda c: _sampling(c, False),
+    "sampling_truncated": lambda c: _sampling(c, True),
     "verification": _verification,
     "exact_few": lambda c: _exact(c, 64),
     "exact_many": lambda c: _exact(c, T),

@@ -39,13 +39,13 @@ def test_arguments_that_do_not_fit_are_refused():
         row_sums(x[0], torch.zeros(3, dtype=torch.int64))
 
 
-@pytest.mark.parametrize(("n", "width"), [(4, 1200), (3, 40)])
+@pytest.mark.parametrize(("count", "n", "width"), [(9, 4, 1200), (9, 3, 40), (140, 2, 8)])
 @pytest.mark.parametrize("masked", [False, True])
-def test_kernel(interpreted, n, width, masked):
-    tensors, text = inputs(9, n, width, torch.bfloat16)
+def test_kernel(interpreted, count, n, width, masked):
+    tensors, text = inputs(count, n, width, torch.bfloat16)
     tensors[1][0, :width] = 0
     text = text if masked else None
-    grad = torch.randn(9, n, width).bfloat16()
+    grad = torch.randn(count, n, width).bfloat16()
     leaves = [x.double().requires_grad_() for x in tensors]
     expected = reference.engram_gate(*leaves, text, eps=1e-6)
     module = "model.ops.engram_gate.triton"
@@ -61,8 +61,8 @@ def test_kernel(interpreted, n, width, masked):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_sums_over_equal_ids(interpreted, dtype):
     torch.manual_seed(0)
-    ids = torch.cat([torch.randint(0, 9, (30,)), torch.full((40,), 77)])
-    values = torch.randn(70, 24).to(dtype)
+    ids = torch.cat([torch.randint(0, 9, (30,)), torch.full((140,), 77)])
+    values = torch.randn(170, 24).to(dtype)
     rows, order, ends = distinct(ids)
     sums = interpreted("model.ops.row_sums.triton", "launch", values, order, ends)
     expected_rows, expected = row_sums(values, ids)

@@ -65,6 +65,9 @@ def test_kernel(interpreted, size):
         got = interpreted(module, "verification", *arguments)
         expected = reference.verification(*arguments)
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        every_other = [torch.stack((x, x * 0), -1)[..., 0] for x in arguments]
+        strided = interpreted(module, "verification", *every_other)
+        assert all(torch.equal(a, b) for a, b in zip(strided, expected, strict=True))
     target, _, index, drafts, lengths, draws, rest = arguments
     none = (
         target,
