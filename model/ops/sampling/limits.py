@@ -30,9 +30,9 @@ from model.ops.sampling.tile import (
 
 
 @triton.jit
-def count_ranges(z, top):
-    """How many of some logits lie in each range below the largest, [2 RANGES] int32; -inf are behind them."""
-    return tl.histogram(tl.where(z > float("-inf"), range_of(z, top), RANGES), 2 * RANGES)
+def count_ranges(logits, z, top):
+    """How many z lie in each range below the largest, [2 RANGES] int32; those of logits -inf are behind."""
+    return tl.histogram(tl.where(logits > float("-inf"), range_of(z, top), RANGES), 2 * RANGES)
 
 
 @triton.jit

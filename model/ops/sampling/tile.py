@@ -18,7 +18,7 @@ ONE = tl.constexpr(float(2**WEIGHT_BITS))
 _LOG2E, _LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 _INTEGERS = tl.constexpr(float(2**52))
 _SHIFT = tl.constexpr(1.5 * 2**52 + WEIGHT_BITS)
-_NOTHING = tl.constexpr(-(WEIGHT_BITS + 2) * 0.6931471805599453)
+_NOTHING = tl.constexpr(WEIGHT_BITS * 1.0)  # exp(-44) weighs 2^-19
 
 
 @triton.jit
@@ -41,28 +41,36 @@ def tempered(logits, ids, inside, temperature):
 
 @triton.jit
 def quotient(z, temperature):
-    """Logits over the temperature, rounded as a division rounds; -0 becomes 0.
+    """Logits over the temperature, rounded as a division rounds; -0 becomes 0."""
+    near = finite_quotient(z, temperature)
+    z = tl.where(tl.abs(z) < float("inf"), near, z)
+    return tl.where(z == 0.0, 0.0, z)
 
-    One correction of z times the rounded reciprocal gives that (Markstein 1990) while nothing leaves the
-    range of normal numbers, in a quarter of a division's instructions.
+
+@triton.jit
+def finite_quotient(z, temperature):
+    """The same of finite logits; of infinite ones it may be NaN.
+
+    One correction of z times the rounded reciprocal rounds as a division does (Markstein 1990) while nothing
+    leaves the range of normal numbers, in a quarter of its instructions.
     """
     if INTERPRET:
         z = tl.div_rn(z, temperature)
     else:
         reciprocal = tl.div_rn(1.0, temperature)
         near = z * reciprocal
-        corrected = tl.fma(tl.fma(-near, temperature, z), reciprocal, near)
-        z = tl.where(tl.abs(near) < float("inf"), corrected, near)
-    return tl.where(z == 0.0, 0.0, z)
+        z = tl.fma(tl.fma(-near, temperature, z), reciprocal, near)
+    return z
 
 
 @triton.jit
 def weigh(z, top):
     """Integer weights of logits, given the largest of their row: see `reference.weights`.
 
-    The exponential is within 2^-50 of itself; in every kernel the same logits get the same weights.
+    NaN weighs nothing, and so does all of a row whose largest is NaN. The exponential is within 2^-50 of
+    itself; the same logits get the same weights in every kernel.
     """
-    gap = z.to(tl.float64) - top.to(tl.float64)
+    gap = tl.maximum(z, top - _NOTHING).to(tl.float64) - top.to(tl.float64)
     # exp(gap) = 2^n exp(rest): adding 1.5 * 2^52 leaves n, and WEIGHT_BITS, in the lowest bits.
     shifted = tl.fma(gap, _LOG2E, _SHIFT)
     rest = tl.fma(shifted - _SHIFT, -_LN2, gap)
@@ -78,8 +86,8 @@ def weigh(z, top):
     power = tl.fma(power, rest, 1.0)
     bits = power.to(tl.int64, bitcast=True) + (shifted.to(tl.int64, bitcast=True) << 52)
     # Adding 2^52 rounds to an integer, which stands in the lowest bits.
-    whole = (bits.to(tl.float64, bitcast=True) + _INTEGERS).to(tl.int64, bitcast=True) & 0xFFFFFFFFFFFFF
-    return tl.where(gap > _NOTHING, whole, 0)
+    whole = (bits.to(tl.float64, bitcast=True) + _INTEGERS).to(tl.int64, bitcast=True)
+    return whole & tl.where(top == top, 0xFFFFFFFFFFFFF, 0)
 
 
 @triton.jit

@@ -18,7 +18,18 @@ from torch import Tensor
 
 from model.ops.sampling.limits import collect, count_ranges, draw_kept
 from model.ops.sampling.reference import Drawn, Rules
-from model.ops.sampling.tile import CHUNK, ONE, RANGES, largest, quotient, rule, tempered, threshold, weigh
+from model.ops.sampling.tile import (
+    CHUNK,
+    ONE,
+    RANGES,
+    finite_quotient,
+    largest,
+    quotient,
+    rule,
+    tempered,
+    threshold,
+    weigh,
+)
 
 _INCREMENT = tl.constexpr(0x9E3779B97F4A7C15)
 _FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
@@ -83,13 +94,13 @@ def _masses(
     if not PLAIN:
         temperature, _, top_k, top_p = rule(rules, rows, row, size)
     top = largest(tops, row, CHUNKS, PADDED)
-    z = tempered(logits + row * stride, ids, ids < size, temperature)
-    mass = weigh(z, top)
-    tl.store(masses + row * CHUNKS + chunk, tl.sum(mass, 0))
+    raw = tl.load(logits + row * stride + ids, mask=ids < size, other=float("-inf"))
+    z = finite_quotient(raw, temperature)
+    tl.store(masses + row * CHUNKS + chunk, tl.sum(weigh(z, top), 0))
     if TRUNCATE:  # noqa: SIM102
         if ((top_k < size) | (top_p < 1.0)) & (top == top):
             b = tl.arange(0, 2 * RANGES)
-            tl.store(counts + (row * CHUNKS + chunk) * RANGES + b, count_ranges(z, top), mask=b < RANGES)
+            tl.store(counts + (row * CHUNKS + chunk) * RANGES + b, count_ranges(raw, z, top), mask=b < RANGES)
 
 
 @triton.jit
