@@ -49,9 +49,9 @@ def _angles(count: int, width: int = 64) -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
-def attention(heads: int, exact: bool) -> None:
+def attention(heads: int, exact: bool, chosen: int = 64) -> None:
     """Forward of one form and the backward pass."""
-    x = data.attention(21, 301, heads=heads, topk=64)
+    x = data.attention(21, 301, heads=heads, topk=chosen)
     leaves = [t.requires_grad_() for t in (x.query, x.entries, x.window, x.sink)]
     out, _ = sparse_attention(*leaves[:2], x.indices, leaves[2], x.first, leaves[3], scale=SCALE, exact=exact)
     _back(out)
@@ -71,8 +71,9 @@ def choices() -> None:
         weights, ends = torch.randn(9, 32, device="cuda"), begins + 301
         index_topk(query, keys, weights, 64, begins=begins, ends=ends)
         index_scores(query, keys, weights, begins=begins, ends=ends)
-    for rows, width in ((3, 5001), (70, 301)):
-        scores = torch.randn(rows, width, device="cuda").relu()
+    for rows, width in ((3, 5001), (257, 301)):
+        scores = torch.randn(rows, width, device="cuda")
+        scores[1] = 0
         topk(scores, 17)
         topk(scores, 64, ends=torch.randint(0, width, (rows,), device="cuda").int())
 
@@ -148,6 +149,7 @@ def mixture() -> None:
         experts.grouped(experts.spread(x, plan), w13, plan.ends), weights, plan, limit=10.0
     )
     _back(experts.combine(experts.grouped(active, w2, plan.ends), plan), affinity)
+    experts.plan_of(torch.randint(0, 300, (40, 6), device="cuda"), 300, 1)
     with torch.no_grad():
         assert experts.few_rows(x, w13, w2, weights, plan, limit=10.0) is not None
 
@@ -197,10 +199,8 @@ def speculation() -> None:
     """Acceptance of drafts for three requests."""
     slots, size = 2, 5001
     target, proposed = torch.randn(9, size, device="cuda"), torch.randn(slots, 3, size, device="cuda")
-    index, drafts = (
-        torch.arange(9, device="cuda").view(3, 3),
-        torch.randint(0, size, (3, slots), device="cuda"),
-    )
+    index = torch.arange(9, device="cuda").view(3, 3)
+    drafts = torch.randint(0, size, (3, slots), device="cuda")
     draws = torch.rand(3, slots, device="cuda", dtype=torch.float64)
     verification(target, proposed, index, drafts, torch.tensor([2, 0, 1], device="cuda"), draws, draws[:, 0])
 
@@ -216,7 +216,8 @@ def beyond() -> None:
 
 
 CASES: dict[str, Callable[[], None]] = {
-    "attention": partial(attention, 64, False),
+    "attention": partial(attention, 64, False, 128),
+    "attention_plain": partial(attention, 64, False),
     "attention_exact": partial(attention, 64, True),
     "attention_few_heads": partial(attention, 16, False),
     "decode_few": partial(decode, 3, False),

@@ -1,8 +1,9 @@
-"""One program a token: teacher and student over its selection, then the loss and the slope of every score.
+"""One program a token: what the teacher weighs, then the student's loss and the slope of every score.
 
-Keys are on the rows of the products, as in the indexer's scores, so that sums over heads stay inside a
-thread. The gradient of the index keys is stored as bf16 rows and summed by entry in list order, as the
-attention sums that of its entries: no atomics.
+The student's keys are on the rows of its products, as in the indexer's scores, so that sums over heads stay
+inside a thread; the teacher has its heads there, so that its query stays in registers. The gradient of the
+index keys is stored as bf16 rows and summed by entry in list order, as the attention sums that of its
+entries: no atomics.
 """
 
 # Kernels are written in Triton's language, which Python's types do not describe.
@@ -17,9 +18,18 @@ from torch import Tensor
 from model.ops.index_loss.reference import SMALLEST_MASS, SMALLEST_SUM
 from model.ops.sparse_attention.backward import gather_rows
 from model.ops.sparse_attention.inverse import InverseIndex
-from model.ops.tile import LN2, LOG2E, MASKED, operand, round_bf16
+from model.ops.tile import LAYOUT_FLAG, LN2, LOG2E, MASKED, operand, round_bf16
 
+TEACH = 16, 6, 4
+"""Keys of a tile, stages of the gather and warps of the teacher's pass."""
 _SUM, _MASS = tl.constexpr(SMALLEST_SUM), tl.constexpr(SMALLEST_MASS)
+
+
+@triton.jit
+def _rows_of(table, i, WIDTH: tl.constexpr):
+    """Rows `i` of a table [E, WIDTH], as the tensor cores take them; some row for -1."""
+    c = tl.arange(0, WIDTH)
+    return operand(tl.load(table + tl.maximum(i, 0).to(tl.int64)[:, None] * WIDTH + c[None, :]))
 
 
 @triton.jit
@@ -30,34 +40,38 @@ def _teach(
     indices,
     mass,
     softmax_scale,
+    flag,
     HEADS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     D: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Attention on each selected entry, summed over heads."""
+    """Attention on each selected entry, summed over heads.
+
+    The choice by `flag` is always taken: a query straight from memory would stay in shared memory, where two
+    programs have no room for it.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    query += token * HEADS * D
+    indices += token * KEYS
+    mass += token * KEYS
     d = tl.arange(0, D)
     for first in tl.static_range(0, HEADS, BLOCK_H):
+        if first > 0:
+            tl.debug_barrier()
         h = first + tl.arange(0, BLOCK_H)
         q = operand(tl.load(query + h[:, None] * D + d[None, :]))
-        shift = tl.load(lse + h) * LOG2E
+        q = tl.where(flag > 0, q, 0.0)
+        shift = tl.load(lse + token * HEADS + h) * LOG2E
         for n in tl.range(0, KEYS, BLOCK):
             column = n + tl.arange(0, BLOCK)
             i = tl.load(indices + column, mask=column < KEYS, other=-1)
-            k = operand(tl.load(entries + tl.maximum(i, 0).to(tl.int64)[:, None] * D + d[None, :]))
-            s = tl.dot(k, tl.trans(q)) * (softmax_scale * LOG2E)
-            total = tl.sum(tl.exp2(s - shift[None, :]), 1)
+            s = tl.dot(q, tl.trans(_rows_of(entries, i, D))) * (softmax_scale * LOG2E)
+            total = tl.sum(tl.exp2(s - shift[:, None]), 0)
             if first > 0:
                 total += tl.load(mass + column, mask=column < KEYS, other=0.0)
             tl.store(mass + column, tl.where(i >= 0, total, 0.0), mask=column < KEYS)
-
-
-@triton.jit
-def _dots(keys, i, q, C: tl.constexpr):
-    c = tl.arange(0, C)
-    k = operand(tl.load(keys + tl.maximum(i, 0).to(tl.int64)[:, None] * C + c[None, :]))
-    return k, tl.dot(k, tl.trans(q))
 
 
 @triton.jit
@@ -65,20 +79,13 @@ def _losses(
     heads,
     weights,
     keys,
-    query,
-    entries,
-    lse,
     indices,
     mass,
     slopes,
     losses,
-    softmax_scale,
     GROUPS: tl.constexpr,
     PADDED_GROUPS: tl.constexpr,
     C: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    D: tl.constexpr,
     KEYS: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -87,8 +94,6 @@ def _losses(
     indices += token * KEYS
     mass += token * KEYS
     slopes += token * KEYS
-    query += token * HEADS * D
-    _teach(query, entries, lse + token * HEADS, indices, mass, softmax_scale, HEADS, BLOCK_H, D, KEYS, BLOCK)
     g = tl.arange(0, PADDED_GROUPS)
     c = tl.arange(0, C)
     tile = token * GROUPS * C + g[:, None] * C + c[None, :]
@@ -97,7 +102,7 @@ def _losses(
     for n in tl.range(0, KEYS, BLOCK):
         column = n + tl.arange(0, BLOCK)
         i = tl.load(indices + column, mask=column < KEYS, other=-1)
-        _, dots = _dots(keys, i, q, C)
+        dots = tl.dot(_rows_of(keys, i, C), tl.trans(q))
         tl.store(slopes + column, tl.sum(tl.maximum(dots, 0.0) * w[None, :], 1), mask=column < KEYS)
     tl.debug_barrier()
     column = tl.arange(0, PADDED)
@@ -146,7 +151,8 @@ def _gradients(
         at = token * KEYS + column
         i = tl.load(indices + at, mask=column < KEYS, other=-1)
         slope = tl.load(slopes + at, mask=column < KEYS, other=0.0) * loss
-        k, dots = _dots(keys, i, q, C)
+        k = _rows_of(keys, i, C)
+        dots = tl.dot(k, tl.trans(q))
         total += tl.sum(tl.maximum(dots, 0.0) * slope[:, None], 0)
         through = round_bf16(tl.where(dots > 0, slope[:, None] * w[None, :], 0.0))
         acc = tl.dot(tl.trans(through), k, acc)
@@ -178,29 +184,38 @@ def forward(
     mass, slopes = torch.empty((2, count, chosen), dtype=torch.float32, device=heads.device)
     if not count or not chosen:
         return losses.zero_(), slopes
-    width = query.shape[2]
-    _losses[(count,)](
-        heads,
-        weights,
-        keys,
+    heads_count, width = query.shape[1:]
+    _teach[(count,)](
         query,
         entries,
         lse,
         indices,
         mass,
+        scale,
+        LAYOUT_FLAG,
+        HEADS=heads_count,
+        BLOCK_H=min(64, heads_count),
+        D=width,
+        KEYS=chosen,
+        BLOCK=TEACH[0],
+        num_stages=TEACH[1],
+        num_warps=TEACH[2],
+    )
+    _losses[(count,)](
+        heads,
+        weights,
+        keys,
+        indices,
+        mass,
         slopes,
         losses,
-        scale,
         GROUPS=heads.shape[1],
         PADDED_GROUPS=_padded(heads.shape[1]),
         C=heads.shape[2],
-        HEADS=query.shape[1],
-        BLOCK_H=min(64, query.shape[1]),
-        D=width,
         KEYS=chosen,
         PADDED=triton.next_power_of_2(chosen),
-        BLOCK=64 if width >= 64 else 16,
-        num_warps=8,
+        BLOCK=64 if chosen >= 64 else 16,
+        num_warps=4,
         num_stages=2,
     )
     return losses, slopes

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-
 SHORT, LONG, WARPS = 8, 64, 4
 """Lookups summed at once for an id that has few, and for one that has many."""
 

@@ -27,6 +27,10 @@ from model.ops.sampling.tile import (
     threshold,
     weigh,
 )
+from model.ops.tile import INTERPRET
+
+WARPS = 16
+"""Of the passes over a chunk that count and collect: fewer would need more registers than they can have."""
 
 
 @triton.jit
@@ -48,14 +52,36 @@ def _last_range(counts, total, top_k, top_p, size):
 
 
 @triton.jit
+def _bounds(
+    rules, tops, masses, counts, places, number, rows, size, CHUNKS: tl.constexpr, PADDED: tl.constexpr
+):
+    """Where each chunk's candidates begin, then the last range of the row; -1 where nothing is dropped."""
+    row = tl.program_id(0).to(tl.int64)
+    _, _, top_k, top_p = rule(rules, rows, row, size)
+    top = largest(tops, row, CHUNKS, PADDED)
+    places += row * (CHUNKS + 1)
+    if ((top_k < size) | (top_p < 1.0)) & (top == top):
+        c = tl.arange(0, PADDED)
+        total = tl.sum(tl.load(masses + row * CHUNKS + c, mask=c < CHUNKS, other=0), 0)
+        b = tl.arange(0, RANGES)
+        at = counts + (row * CHUNKS + c[:, None]) * RANGES + b[None, :]
+        each = tl.load(at, mask=(c < CHUNKS)[:, None], other=0)
+        last = _last_range(tl.sum(each, 0), total, top_k, top_p, size)
+        own = tl.sum(tl.where(b[None, :] <= last, each, 0), 1)
+        tl.store(places + c, tl.cumsum(own, 0) - own, mask=c < CHUNKS)
+        tl.store(places + CHUNKS, last)
+        tl.store(number + row, tl.sum(own, 0))
+    else:
+        tl.store(places + CHUNKS, -1)
+
+
+@triton.jit
 def _collect(
     logits,
     rules,
     tops,
-    masses,
-    counts,
+    places,
     found,
-    number_found,
     rows,
     size,
     stride,
@@ -66,23 +92,30 @@ def _collect(
     """Store key and id of a chunk's candidates behind those of the chunks before it."""
     row = tl.program_id(1).to(tl.int64)
     chunk = tl.program_id(0)
-    temperature, _, top_k, top_p = rule(rules, rows, row, size)
-    top = largest(tops, row, CHUNKS, PADDED)
-    if ((top_k < size) | (top_p < 1.0)) & (top == top):
-        c = tl.arange(0, PADDED)
-        b = tl.arange(0, RANGES)
-        total = tl.sum(tl.load(masses + row * CHUNKS + c, mask=c < CHUNKS, other=0), 0)
-        at = counts + (row * CHUNKS + c[:, None]) * RANGES + b[None, :]
-        each = tl.load(at, mask=(c < CHUNKS)[:, None], other=0)
-        last = _last_range(tl.sum(each, 0), total, top_k, top_p, size)
-        own = tl.sum(tl.where(b[None, :] <= last, each, 0), 1)
+    last = tl.load(places + row * (CHUNKS + 1) + CHUNKS)
+    if last >= 0:
+        temperature, _, _, _ = rule(rules, rows, row, size)
+        top = largest(tops, row, CHUNKS, PADDED)
         ids = chunk * BLOCK + tl.arange(0, BLOCK)
         z = tempered(logits + row * stride, ids, ids < size, temperature)
-        stays = (z > float("-inf")) & (range_of(z, top) <= last)
-        place = tl.sum(tl.where(c < chunk, own, 0), 0) + tl.cumsum(stays.to(tl.int32), 0) - 1
+        stays = (z > float("-inf")) & ((top - z < last + 1.0) | (last == RANGES - 1))
+        place = tl.load(places + row * (CHUNKS + 1) + chunk) + tl.cumsum(stays.to(tl.int32), 0) - 1
         tl.store(found + row * size + place, (ordered(z).to(tl.int64) << 32) | ids, mask=stays)
-        if chunk == 0:
-            tl.store(number_found + row, tl.sum(own, 0))
+
+
+@triton.jit
+def _add_three(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit
+def _sums(a, b, c):
+    """Three sums through one exchange between warps."""
+    if INTERPRET:  # noqa: SIM108
+        sums = tl.sum(a, 0), tl.sum(b, 0), tl.sum(c, 0)
+    else:
+        sums = tl.reduce((a, b, c), 0, _add_three)
+    return sums
 
 
 @triton.jit
@@ -104,31 +137,50 @@ def _search(
     """The largest key that candidates of `target` mass reach, the mass above it, and that of one at it.
 
     Keys lie in [low, high], and those of `low` reach the target. Candidates above `floor` count, and
-    `floor_mass` for all at it.
+    `floor_mass` for all at it. The first block stays in registers.
     """
+    first, first_mass = _candidates(found, weights, 0, count, WEIGHED, BLOCK)
+    first_mass = tl.where(first > floor, first_mass, 0)
     pairs = tl.arange(0, 16)
     rounds = tl.sum(((high - low) >> (2 * pairs) > 0).to(tl.int32), 0)
     end = low
     for j in tl.range(0, rounds):
         step = (target * 0 + 1) << (2 * (rounds - 1 - j))
-        one = tl.where(end + step <= floor, floor_mass, 0)
-        two = tl.where(end + 2 * step <= floor, floor_mass, 0)
-        three = tl.where(end + 3 * step <= floor, floor_mass, 0)
-        for n in tl.range(0, count, BLOCK):
+        one, two, three = _sums(
+            tl.where(first >= end + step, first_mass, 0),
+            tl.where(first >= end + 2 * step, first_mass, 0),
+            tl.where(first >= end + 3 * step, first_mass, 0),
+        )
+        for n in tl.range(BLOCK, count, BLOCK):
             key, mass = _candidates(found, weights, n, count, WEIGHED, BLOCK)
             mass = tl.where(key > floor, mass, 0)
-            one += tl.sum(tl.where(key >= end + step, mass, 0), 0)
-            two += tl.sum(tl.where(key >= end + 2 * step, mass, 0), 0)
-            three += tl.sum(tl.where(key >= end + 3 * step, mass, 0), 0)
+            more = _sums(
+                tl.where(key >= end + step, mass, 0),
+                tl.where(key >= end + 2 * step, mass, 0),
+                tl.where(key >= end + 3 * step, mass, 0),
+            )
+            one += more[0]
+            two += more[1]
+            three += more[2]
+        one += tl.where(end + step <= floor, floor_mass, 0)
+        two += tl.where(end + 2 * step <= floor, floor_mass, 0)
+        three += tl.where(end + 3 * step <= floor, floor_mass, 0)
         steps = (one >= target).to(tl.int64) + (two >= target).to(tl.int64) + (three >= target).to(tl.int64)
         end += steps * step
-    above = target * 0
-    at = target * 0
+    above, at = _weight_above(found, weights, count, tl.maximum(end, floor), WEIGHED, BLOCK)
+    return end, above, at
+
+
+@triton.jit
+def _weight_above(found, weights, count, end, WEIGHED: tl.constexpr, BLOCK: tl.constexpr):
+    """The mass of candidates above a key, and of one that has it."""
+    above = end * 0
+    at = end * 0
     for n in tl.range(0, count, BLOCK):
         key, mass = _candidates(found, weights, n, count, WEIGHED, BLOCK)
-        above += tl.sum(tl.where((key > end) & (key > floor), mass, 0), 0)
+        above += tl.sum(tl.where(key > end, mass, 0), 0)
         at = tl.maximum(at, tl.max(tl.where(key == end, mass, 0), 0))
-    return end, above, at
+    return above, at
 
 
 @triton.jit
@@ -151,35 +203,24 @@ def _weigh_candidates(found, weights, count, top, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _weight_above(found, weights, count, end, BLOCK: tl.constexpr):
-    """The weight of candidates above a key, and of one that has it."""
-    above = end * 0
-    at = end * 0
-    for n in tl.range(0, count, BLOCK):
-        key, mass = _candidates(found, weights, n, count, True, BLOCK)
-        above += tl.sum(tl.where(key > end, mass, 0), 0)
-        at = tl.maximum(at, tl.max(tl.where(key == end, mass, 0), 0))
-    return above, at
-
-
-@triton.jit
 def _limits(found, weights, count, total, top, top_k, top_p, size, BLOCK: tl.constexpr):
     """The lowest key that stays, how many of those that have it, the weight of one and of all above it."""
-    low, high, weight = _weigh_candidates(found, weights, count, top, BLOCK)
+    low, high, above = _weigh_candidates(found, weights, count, top, BLOCK)
+    none = low * 0
     end = low - 1
-    ties = low * 0
-    tie_mass = low * 0
-    above = weight
+    ties = none
+    tie_mass = none
     if (top_k < size) & (count > top_k):
         end, number_above, _one = _search(
-            found, weights, count, low, high, top_k, low * 0 - 1, low * 0, False, BLOCK
+            found, weights, count, low, high, top_k, none - 1, none, False, BLOCK
         )
         ties = top_k - number_above
-        above, tie_mass = _weight_above(found, weights, count, end, BLOCK)
+        above, tie_mass = _weight_above(found, weights, count, end, True, BLOCK)
     if top_p < 1.0:
         # Without a top-k all ids weigh, candidates or not.
         weight = tl.where(top_k < size, above + ties * tie_mass, total)
-        target = tl.maximum(tl.minimum(tl.ceil(top_p * weight.to(tl.float64)).to(tl.int64), weight), 1)
+        target = tl.minimum(tl.ceil(top_p * weight.to(tl.float64)).to(tl.int64), weight)
+        target = tl.maximum(target, 1)
         floor, left = end, ties
         end, above, tie_mass = _search(
             found, weights, count, tl.maximum(low, floor), high, target, floor, ties * tie_mass, True, BLOCK
@@ -224,6 +265,8 @@ def collect(
 ) -> None:
     """Fill `found` [B, V] int64 with the candidates of truncated rows, and their `number` [B] int32."""
     (rows, size), chunks = logits.shape, tops.shape[1]
-    shape = {"CHUNKS": chunks, "PADDED": triton.next_power_of_2(chunks), "BLOCK": CHUNK, "num_warps": 8}
-    given = (logits, rules, tops, masses, counts, found, number)
-    _collect[(chunks, rows)](*given, rows, size, logits.stride(0), **shape)
+    places = number.new_empty((rows, chunks + 1))
+    shape = {"CHUNKS": chunks, "PADDED": triton.next_power_of_2(chunks)}
+    _bounds[(rows,)](rules, tops, masses, counts, places, number, rows, size, **shape, num_warps=2)
+    shape |= {"BLOCK": CHUNK, "num_warps": WARPS}
+    _collect[(chunks, rows)](logits, rules, tops, places, found, rows, size, logits.stride(0), **shape)

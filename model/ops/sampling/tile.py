@@ -64,6 +64,12 @@ def finite_quotient(z, temperature):
 
 
 @triton.jit
+def _wide(value: tl.constexpr):
+    """An fp64 constant: `tl.fma` would take a number in fp32."""
+    return tl.full((), value, tl.float64)
+
+
+@triton.jit
 def weigh(z, top):
     """Integer weights of logits, given the largest of their row: see `reference.weights`.
 
@@ -72,18 +78,18 @@ def weigh(z, top):
     """
     gap = tl.maximum(z, top - _NOTHING).to(tl.float64) - top.to(tl.float64)
     # exp(gap) = 2^n exp(rest): adding 1.5 * 2^52 leaves n, and WEIGHT_BITS, in the lowest bits.
-    shifted = tl.fma(gap, _LOG2E, _SHIFT)
-    rest = tl.fma(shifted - _SHIFT, -_LN2, gap)
-    power = tl.fma(rest, 2.7620075892548164e-07, 2.763264069051338e-06)
-    power = tl.fma(power, rest, 2.480152132234228e-05)
-    power = tl.fma(power, rest, 0.00019841190647512536)
-    power = tl.fma(power, rest, 0.0013888888917196736)
-    power = tl.fma(power, rest, 0.008333333367311624)
-    power = tl.fma(power, rest, 0.041666666666624164)
-    power = tl.fma(power, rest, 0.16666666666615648)
-    power = tl.fma(power, rest, 0.5000000000000001)
-    power = tl.fma(power, rest, 1.0)
-    power = tl.fma(power, rest, 1.0)
+    shifted = tl.fma(gap, _wide(_LOG2E), _wide(_SHIFT))
+    rest = tl.fma(shifted - _SHIFT, _wide(-_LN2), gap)
+    power = tl.fma(rest, _wide(2.7620075892548164e-07), _wide(2.763264069051338e-06))
+    power = tl.fma(power, rest, _wide(2.480152132234228e-05))
+    power = tl.fma(power, rest, _wide(0.00019841190647512536))
+    power = tl.fma(power, rest, _wide(0.0013888888917196736))
+    power = tl.fma(power, rest, _wide(0.008333333367311624))
+    power = tl.fma(power, rest, _wide(0.041666666666624164))
+    power = tl.fma(power, rest, _wide(0.16666666666615648))
+    power = tl.fma(power, rest, _wide(0.5000000000000001))
+    power = tl.fma(power, rest, _wide(1.0))
+    power = tl.fma(power, rest, _wide(1.0))
     bits = power.to(tl.int64, bitcast=True) + (shifted.to(tl.int64, bitcast=True) << 52)
     # Adding 2^52 rounds to an integer, which stands in the lowest bits.
     whole = (bits.to(tl.float64, bitcast=True) + _INTEGERS).to(tl.int64, bitcast=True)

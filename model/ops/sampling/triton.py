@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from model.ops.sampling import limits
 from model.ops.sampling.limits import collect, count_ranges, draw_kept
 from model.ops.sampling.reference import Drawn, Rules
 from model.ops.sampling.tile import (
@@ -34,6 +35,7 @@ from model.ops.sampling.tile import (
 _INCREMENT = tl.constexpr(0x9E3779B97F4A7C15)
 _FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
 _SECOND = tl.constexpr(0x94D049BB133111EB)
+MASS_WARPS, CHOOSE_WARPS = 8, 8
 CANDIDATES = 2048
 """Candidates of a truncated row that are looked at together."""
 
@@ -209,8 +211,11 @@ def tops_and_masses(
     at = (rows, size, logits.stride(0))
     shape = {"CHUNKS": chunks, "PLAIN": rules is None, "BLOCK": CHUNK, "num_warps": 8}
     _tops[(chunks, rows)](logits, given, tops, *at, **shape)
+    shape["num_warps"] = MASS_WARPS
     shape |= {"PADDED": triton.next_power_of_2(chunks), "TRUNCATE": counts is not None}
     ranges = masses if counts is None else counts
+    if counts is not None:
+        shape["num_warps"] = limits.WARPS
     _masses[(chunks, rows)](logits, given, tops, masses, ranges, *at, **shape)
     return tops, masses
 
@@ -256,7 +261,7 @@ def launch(logits: Tensor, rules: Tensor, *, truncate: bool) -> tuple[Tensor, Te
         TRUNCATE=truncate,
         BLOCK=CHUNK,
         CANDIDATES=CANDIDATES,
-        num_warps=8,
+        num_warps=CHOOSE_WARPS if truncate else 8,
     )
     return out, ids if truncate else None
 

@@ -29,7 +29,7 @@ def test_a_report_fails_and_names_its_kernel(capsys):
     assert report("memcheck", "memory", LAUNCHED + CLEAN)
     assert not report("memcheck", "memory", LAUNCHED + INVALID)
     assert "memcheck memory model.ops.row_sums.triton._sum launched 1: 1 reports" in capsys.readouterr().out
-    assert not report("racecheck", "memory", LAUNCHED + RACE)
+    assert not report("racecheck", "memory", LAUNCHED + RACE.replace("_forward", "_sum"))
 
 
 def test_a_process_that_ended_early_fails():
@@ -37,11 +37,14 @@ def test_a_process_that_ended_early_fails():
     assert not report("memcheck", "memory", CLEAN)
 
 
-def test_the_known_race_passes_and_the_write_on_purpose_must_be_seen():
+def test_known_and_foreign_races_pass_and_the_write_on_purpose_must_be_seen():
     assert report("racecheck", "attention", "launched attention gluon._forward 1\n" + RACE)
-    assert not report("memcheck", "attention", "launched attention gluon._forward 1\n" + INVALID)
-    other = RACE.replace("_forward", "_query_gradient")
-    assert not report("racecheck", "attention", "launched attention gluon._forward 1\n" + other)
+    invalid = INVALID.replace("_sum", "_forward")
+    assert not report("memcheck", "attention", "launched attention gluon._forward 1\n" + invalid)
+    other = "launched attention backward._query_gradient 1\n" + RACE.replace("_forward", "_query_gradient")
+    assert not report("racecheck", "attention", other)
+    foreign = RACE.replace("_forward", "nvjet_tst")
+    assert report("racecheck", "memory", LAUNCHED + foreign)
     launched = "launched beyond sanitize_cases._beyond 1\n"
     assert report("memcheck", "beyond", launched + INVALID)
     assert not report("memcheck", "beyond", launched + CLEAN)
