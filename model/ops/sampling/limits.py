@@ -30,7 +30,7 @@ from model.ops.sampling.tile import (
 from model.ops.tile import INTERPRET
 
 WARPS = 16
-"""Of the passes over a chunk that count and collect: fewer would need more registers than they can have."""
+"""Of the pass that counts ranges of a chunk: fewer need more registers than leave room for other programs."""
 
 
 @triton.jit
@@ -52,10 +52,8 @@ def _last_range(counts, total, top_k, top_p, size):
 
 
 @triton.jit
-def _bounds(
-    rules, tops, masses, counts, places, number, rows, size, CHUNKS: tl.constexpr, PADDED: tl.constexpr
-):
-    """Where each chunk's candidates begin, then the last range of the row; -1 where nothing is dropped."""
+def _bounds(rules, tops, masses, counts, places, rows, size, CHUNKS: tl.constexpr, PADDED: tl.constexpr):
+    """Where each chunk's candidates end, then the row's last range: -1 where nothing is dropped."""
     row = tl.program_id(0).to(tl.int64)
     _, _, top_k, top_p = rule(rules, rows, row, size)
     top = largest(tops, row, CHUNKS, PADDED)
@@ -68,9 +66,8 @@ def _bounds(
         each = tl.load(at, mask=(c < CHUNKS)[:, None], other=0)
         last = _last_range(tl.sum(each, 0), total, top_k, top_p, size)
         own = tl.sum(tl.where(b[None, :] <= last, each, 0), 1)
-        tl.store(places + c, tl.cumsum(own, 0) - own, mask=c < CHUNKS)
+        tl.store(places + c, tl.cumsum(own, 0), mask=c < CHUNKS)
         tl.store(places + CHUNKS, last)
-        tl.store(number + row, tl.sum(own, 0))
     else:
         tl.store(places + CHUNKS, -1)
 
@@ -92,15 +89,22 @@ def _collect(
     """Store key and id of a chunk's candidates behind those of the chunks before it."""
     row = tl.program_id(1).to(tl.int64)
     chunk = tl.program_id(0)
-    last = tl.load(places + row * (CHUNKS + 1) + CHUNKS)
-    if last >= 0:
+    places += row * (CHUNKS + 1)
+    last = tl.load(places + CHUNKS)
+    begin = tl.load(places + chunk - 1, mask=chunk > 0, other=0)
+    if (last >= 0) & (tl.load(places + chunk) > begin):
         temperature, _, _, _ = rule(rules, rows, row, size)
         top = largest(tops, row, CHUNKS, PADDED)
-        ids = chunk * BLOCK + tl.arange(0, BLOCK)
+        # Lines of 128 ids, each scanned within a warp, then the ends of lines.
+        lines = tl.arange(0, BLOCK // 128)
+        ids = chunk * BLOCK + lines[:, None] * 128 + tl.arange(0, 128)[None, :]
         z = tempered(logits + row * stride, ids, ids < size, temperature)
-        stays = (z > float("-inf")) & ((top - z < last + 1.0) | (last == RANGES - 1))
-        place = tl.load(places + row * (CHUNKS + 1) + chunk) + tl.cumsum(stays.to(tl.int32), 0) - 1
-        tl.store(found + row * size + place, (ordered(z).to(tl.int64) << 32) | ids, mask=stays)
+        # The last range has no end: a gap counts as RANGES at most, and ends there before RANGES + 1.
+        end = tl.where(last == RANGES - 1, RANGES + 1.0, last + 1.0)
+        stays = ((z > float("-inf")) & (tl.minimum(top - z, RANGES * 1.0) < end)).to(tl.int32)
+        total = tl.sum(stays, 1)
+        place = (begin + tl.cumsum(total, 0) - total)[:, None] + tl.cumsum(stays, 1) - 1
+        tl.store(found + row * size + place, (ordered(z).to(tl.int64) << 32) | ids, mask=stays > 0)
 
 
 @triton.jit
@@ -261,12 +265,17 @@ def draw_kept(found, weights, ids, count, total, top, draw, top_k, top_p, size, 
 
 
 def collect(
-    logits: Tensor, rules: Tensor, tops: Tensor, masses: Tensor, counts: Tensor, found: Tensor, number: Tensor
-) -> None:
-    """Fill `found` [B, V] int64 with the candidates of truncated rows, and their `number` [B] int32."""
+    logits: Tensor, rules: Tensor, tops: Tensor, masses: Tensor, counts: Tensor, found: Tensor
+) -> Tensor:
+    """Fill `found` [B, V] int64 with the candidates of truncated rows.
+
+    Returns:
+        Where those of each chunk end, and one number more: [B, chunks + 1] int32.
+    """
     (rows, size), chunks = logits.shape, tops.shape[1]
-    places = number.new_empty((rows, chunks + 1))
+    places = counts.new_empty((rows, chunks + 1))
     shape = {"CHUNKS": chunks, "PADDED": triton.next_power_of_2(chunks)}
-    _bounds[(rows,)](rules, tops, masses, counts, places, number, rows, size, **shape, num_warps=2)
-    shape |= {"BLOCK": CHUNK, "num_warps": WARPS}
+    _bounds[(rows,)](rules, tops, masses, counts, places, rows, size, **shape, num_warps=2)
+    shape |= {"BLOCK": CHUNK, "num_warps": 8}
     _collect[(chunks, rows)](logits, rules, tops, places, found, rows, size, logits.stride(0), **shape)
+    return places

@@ -135,6 +135,7 @@ def _choose(
     rules,
     tops,
     masses,
+    places,
     found,
     weights,
     ids,
@@ -148,10 +149,7 @@ def _choose(
     BLOCK: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):
-    """A row's token, how many ids it was truncated to, and both log-probabilities.
-
-    The fifth row of `out` holds how many candidates stand in `found`.
-    """
+    """A row's token, how many ids it was truncated to, and both log-probabilities."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     temperature, greedy, top_k, top_p = rule(rules, rows, row, size)
@@ -166,7 +164,7 @@ def _choose(
     token = size * 0
     truncated = ((top_k < size) | (top_p < 1.0)) & finite
     if TRUNCATE and truncated:
-        count = tl.load(out + 4 * rows + row)
+        count = tl.load(places + row * (CHUNKS + 1) + CHUNKS - 1)
         token, weight, listed = draw_kept(
             found + row * size, weights + row * size, ids + row * size, count, total, top, draw, top_k, top_p,
             size, CANDIDATES,
@@ -228,27 +226,27 @@ def draw(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def launch(logits: Tensor, rules: Tensor, *, truncate: bool) -> tuple[Tensor, Tensor | None]:
-    """Tokens, counts of ids and both log-probabilities as int32 bits [5, B], and the ids [B, V] int32.
+    """Tokens, counts of ids and both log-probabilities as int32 bits [4, B], and the ids [B, V] int32.
 
-    The last row of the first is scratch. `truncate` tells that a row may lose ids.
+    `truncate` tells that a row may lose ids.
     """
     rows, size = logits.shape
     assert logits.stride(1) == 1, "logits must be contiguous along the row"
     chunks = triton.cdiv(size, CHUNK)
-    out = logits.new_empty((5, rows), dtype=torch.int32)
+    out = logits.new_empty((4, rows), dtype=torch.int32)
     counts = logits.new_empty((rows, chunks, RANGES.value), dtype=torch.int32) if truncate else None
     tops, masses = tops_and_masses(logits, rules, counts)
-    found = weights = masses
-    ids = out
+    places = found = weights = ids = masses
     if counts is not None:
         found, weights = logits.new_empty((2, rows, size), dtype=torch.int64)
         ids = logits.new_empty((rows, size), dtype=torch.int32)
-        collect(logits, rules, tops, masses, counts, found, out[4])
+        places = collect(logits, rules, tops, masses, counts, found)
     _choose[(rows,)](
         logits,
         rules,
         tops,
         masses,
+        places,
         found,
         weights,
         ids,
@@ -274,7 +272,7 @@ def sampling(logits: Tensor, rules: Rules) -> Drawn:
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     truncate = bool(rules.truncating(size).any())
     out, ids = launch(logits, packed(rules, logits.device), truncate=truncate)
-    tokens, counts, own, full = out[:4].cpu()
+    tokens, counts, own, full = out.cpu()
     own, full = own.view(torch.float32), full.view(torch.float32)
     if ids is None:
         return Drawn(tokens.long(), own, full)
