@@ -24,7 +24,7 @@ GROUPS = (
     ("decode_few", "decode_many", "decode_exact", "packing"),
     ("choices", "index_decode"),
     ("head", "positions", "memory", "exact_linear"),
-    ("boundary", "experts"),
+    ("boundary", "experts", "packed_experts"),
     ("index_loss", "index_loss_few_heads"),
     ("sampling", "verification"),
     ("beyond",),

@@ -25,6 +25,8 @@ from model.ops.indexer import index_scores, index_topk
 from model.ops.linear_logprob import linear_logprob
 from model.ops.linear_reverse_kl import linear_reverse_kl
 from model.ops.pack_keys import pack_keys
+from model.ops.packed_experts import Stack, packed_experts
+from model.ops.packed_experts.triton import unpack
 from model.ops.records import pack
 from model.ops.rotary import index_heads, rotary, window_keys
 from model.ops.row_sums import row_sums
@@ -154,6 +156,22 @@ def mixture() -> None:
         assert experts.few_rows(x, w13, w2, weights, plan, limit=10.0) is not None
 
 
+def packed_mixture() -> None:
+    """The same from FP4, for few tokens, in exact mode and unpacked."""
+
+    def stack(rows: int, columns: int) -> Stack:
+        codes = torch.randint(0, 256, (6, rows, columns // 2), dtype=torch.uint8, device="cuda")
+        scales = torch.randint(118, 124, (6, rows, columns // 32), dtype=torch.uint8, device="cuda")
+        return Stack(codes, scales, data.normal(1, rows, columns))
+
+    ids = torch.rand(21, 6, device="cuda").argsort(1)[:, :2]
+    w13, w2, weights = stack(256, 256), stack(256, 128), torch.rand(21, 2, device="cuda")
+    for exact in (False, True):
+        plan = experts.plan_of(ids, 6, 1)
+        packed_experts(data.normal(21, 256), w13, w2, weights, plan, limit=10.0, exact=exact)
+    unpack(w2.codes, w2.scales)
+
+
 def exact_products() -> None:
     """Exact products of few rows and of many, and by groups."""
     for rows in (5, 301):
@@ -230,6 +248,7 @@ CASES: dict[str, Callable[[], None]] = {
     "positions": positions,
     "boundary": boundary,
     "experts": mixture,
+    "packed_experts": packed_mixture,
     "exact_linear": exact_products,
     "index_loss": partial(learned_choices, 32),
     "index_loss_few_heads": partial(learned_choices, 8),
