@@ -228,7 +228,7 @@ def draw(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
 def launch(logits: Tensor, rules: Tensor, *, truncate: bool) -> tuple[Tensor, Tensor | None]:
     """Tokens, counts of ids and both log-probabilities as int32 bits [4, B], and the ids [B, V] int32.
 
-    `truncate` tells that a row may lose ids.
+    `truncate` tells that a row may lose ids; then a row takes 20 bytes of scratch an id of the vocabulary.
     """
     rows, size = logits.shape
     assert logits.stride(1) == 1, "logits must be contiguous along the row"
