@@ -43,7 +43,8 @@ def _random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def _back(*outputs: Tensor) -> None:
-    torch.autograd.backward(outputs, [torch.rand_like(x) for x in outputs])
+    leaving = [x for x in outputs if x.requires_grad]
+    torch.autograd.backward(leaving, [torch.rand_like(x) for x in leaving])
 
 
 def _angles(count: int, width: int = 64) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,6 @@ TOKENS = 256
 """Tokens of one part of the weights' gradient."""
 PAIRS = 512
 """Pairs of channels that the backward pass handles at once."""
-WARPS = 16
 
 
 @triton.jit
@@ -281,7 +280,7 @@ def backward(
         grad_projected,
         slopes,
         eps,
-        **shape | {"B": min(PAIRS, shape["B"] // 2), "num_warps": WARPS},
+        **shape | {"B": min(PAIRS, shape["B"] // 2), "num_warps": 8},
     )
     parts = triton.cdiv(count, TOKENS)
     partial = torch.empty((parts, n, width), dtype=torch.float32, device=streams.device)

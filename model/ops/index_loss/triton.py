@@ -1,9 +1,9 @@
 """One program a token: what the teacher weighs, then the student's loss and the slope of every score.
 
-The student's keys are on the rows of its products, as in the indexer's scores, so that sums over heads stay
-inside a thread; the teacher has its heads there, so that its query stays in registers. The gradient of the
-index keys is stored as bf16 rows and summed by entry in list order, as the attention sums that of its
-entries: no atomics.
+Two kernels, because the teacher's tiles leave room for one program on a processor and the student's for five.
+Keys are on the rows of the products, as in the indexer's scores, so that sums over heads stay inside a
+thread. The gradient of the index keys is stored as bf16 rows and summed by entry in list order, as the
+attention sums that of its entries: no atomics.
 """
 
 # Kernels are written in Triton's language, which Python's types do not describe.
@@ -18,10 +18,8 @@ from torch import Tensor
 from model.ops.index_loss.reference import SMALLEST_MASS, SMALLEST_SUM
 from model.ops.sparse_attention.backward import gather_rows
 from model.ops.sparse_attention.inverse import InverseIndex
-from model.ops.tile import LAYOUT_FLAG, LN2, LOG2E, MASKED, operand, round_bf16
+from model.ops.tile import LN2, LOG2E, MASKED, operand, round_bf16
 
-TEACH = 16, 6, 4
-"""Keys of a tile, stages of the gather and warps of the teacher's pass."""
 _SUM, _MASS = tl.constexpr(SMALLEST_SUM), tl.constexpr(SMALLEST_MASS)
 
 
@@ -40,18 +38,13 @@ def _teach(
     indices,
     mass,
     softmax_scale,
-    flag,
     HEADS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     D: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Attention on each selected entry, summed over heads.
-
-    The choice by `flag` is always taken: a query straight from memory would stay in shared memory, where two
-    programs have no room for it.
-    """
+    """Attention on each selected entry, summed over heads."""
     token = tl.program_id(0).to(tl.int64)
     query += token * HEADS * D
     indices += token * KEYS
@@ -62,13 +55,12 @@ def _teach(
             tl.debug_barrier()
         h = first + tl.arange(0, BLOCK_H)
         q = operand(tl.load(query + h[:, None] * D + d[None, :]))
-        q = tl.where(flag > 0, q, 0.0)
         shift = tl.load(lse + token * HEADS + h) * LOG2E
         for n in tl.range(0, KEYS, BLOCK):
             column = n + tl.arange(0, BLOCK)
             i = tl.load(indices + column, mask=column < KEYS, other=-1)
-            s = tl.dot(q, tl.trans(_rows_of(entries, i, D))) * (softmax_scale * LOG2E)
-            total = tl.sum(tl.exp2(s - shift[:, None]), 0)
+            s = tl.dot(_rows_of(entries, i, D), tl.trans(q)) * (softmax_scale * LOG2E)
+            total = tl.sum(tl.exp2(s - shift[None, :]), 1)
             if first > 0:
                 total += tl.load(mass + column, mask=column < KEYS, other=0.0)
             tl.store(mass + column, tl.where(i >= 0, total, 0.0), mask=column < KEYS)
@@ -192,14 +184,13 @@ def forward(
         indices,
         mass,
         scale,
-        LAYOUT_FLAG,
         HEADS=heads_count,
         BLOCK_H=min(64, heads_count),
         D=width,
         KEYS=chosen,
-        BLOCK=TEACH[0],
-        num_stages=TEACH[1],
-        num_warps=TEACH[2],
+        BLOCK=64 if width >= 64 else 16,
+        num_warps=4,
+        num_stages=2,
     )
     _losses[(count,)](
         heads,

@@ -18,10 +18,11 @@ from model.ops.sampling.tile import (
     CHUNK,
     ONE,
     RANGES,
+    begin_of,
+    distance,
     largest,
     number,
     ordered,
-    range_of,
     rule,
     tempered,
     threshold,
@@ -35,8 +36,10 @@ WARPS = 16
 
 @triton.jit
 def count_ranges(logits, z, top):
-    """How many z lie in each range below the largest, [2 RANGES] int32; those of logits -inf are behind."""
-    return tl.histogram(tl.where(logits > float("-inf"), range_of(z, top), RANGES), 2 * RANGES)
+    """How many z, those of logits above -inf, lie in each range below the largest, [RANGES] int32."""
+    counts = tl.histogram(tl.minimum(distance(z, top), RANGES - 1.0).to(tl.int32), RANGES)
+    none = tl.sum((logits == float("-inf")).to(tl.int32), 0)
+    return counts - tl.where(tl.arange(0, RANGES) == RANGES - 1, none, 0)
 
 
 @triton.jit
@@ -45,7 +48,7 @@ def _last_range(counts, total, top_k, top_p, size):
     b = tl.arange(0, RANGES)
     by_count = tl.sum((tl.cumsum(counts, 0) < top_k).to(tl.int32), 0)
     # Behind a range stand ids of no more than this weight; the ends of ranges and weights are rounded.
-    most = tl.where(b[None, :] > b[:, None], (counts * tl.exp(-b.to(tl.float32)))[None, :], 0.0)
+    most = tl.where(b[None, :] > b[:, None], (counts * tl.exp(-begin_of(b)))[None, :], 0.0)
     behind = tl.sum(most.to(tl.float64), 1) * (1.001 * ONE) + size + 4096.0
     by_weight = tl.sum((behind > (1.0 - top_p) * total.to(tl.float64)).to(tl.int32), 0)
     return tl.minimum(tl.where(top_k < size, by_count, by_weight), RANGES - 1)
@@ -99,9 +102,9 @@ def _collect(
         lines = tl.arange(0, BLOCK // 128)
         ids = chunk * BLOCK + lines[:, None] * 128 + tl.arange(0, 128)[None, :]
         z = tempered(logits + row * stride, ids, ids < size, temperature)
-        # The last range has no end: a gap counts as RANGES at most, and ends there before RANGES + 1.
+        # The last range has no end: a distance is RANGES at most, and ends there before RANGES + 1.
         end = tl.where(last == RANGES - 1, RANGES + 1.0, last + 1.0)
-        stays = ((z > float("-inf")) & (tl.minimum(top - z, RANGES * 1.0) < end)).to(tl.int32)
+        stays = ((z > float("-inf")) & (distance(z, top) < end)).to(tl.int32)
         total = tl.sum(stays, 1)
         place = (begin + tl.cumsum(total, 0) - total)[:, None] + tl.cumsum(stays, 1) - 1
         tl.store(found + row * size + place, (ordered(z).to(tl.int64) << 32) | ids, mask=stays > 0)

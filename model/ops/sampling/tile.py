@@ -12,8 +12,8 @@ from model.ops.sampling.reference import WEIGHT_BITS
 from model.ops.tile import INTERPRET
 
 CHUNK = 4096
-RANGES = tl.constexpr(16)
-"""Ranges of logits in which a truncated row's ids are counted, one unit each; the last takes the rest."""
+RANGES = tl.constexpr(32)
+"""Ranges of logits in which a truncated row's ids are counted: see `distance`; the last takes the rest."""
 ONE = tl.constexpr(float(2**WEIGHT_BITS))
 _LOG2E, _LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 _INTEGERS = tl.constexpr(float(2**52))
@@ -97,9 +97,19 @@ def weigh(z, top):
 
 
 @triton.jit
-def range_of(z, top):
-    """Which of the ranges below the largest logit, rising as z falls; the last one takes the rest."""
-    return tl.minimum(top - z, RANGES - 1.0).to(tl.int32)
+def distance(z, top):
+    """How many ranges a logit lies below the largest, RANGES at most.
+
+    Ranges are half a unit wide down to 12, where most rows end, and 2 from there, down to 26.
+    """
+    gap = top - z
+    return tl.minimum(tl.minimum(gap * 2.0, gap * 0.5 + 18.0), RANGES * 1.0)
+
+
+@triton.jit
+def begin_of(b):
+    """How far below the largest logit a range begins."""
+    return tl.maximum(b * 0.5, b * 2.0 - 36.0)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Sampling without sorting: every pass over the vocabulary runs by chunks in parallel.
 
 Two passes find the largest logit and sum the integer weights; one program a row then draws a chunk and an id
-in it. Where a row is truncated, the second pass also counts ids in 16 ranges below the largest logit, a third
+in it. Where a row is truncated, the second pass also counts ids in 32 ranges below the largest logit, a third
 lays side by side what may stay, and the program of the row finds where that ends (`sampling.limits`).
 Integer sums only: the same tokens whatever the batch or the size of the chunks.
 """
@@ -35,8 +35,7 @@ from model.ops.sampling.tile import (
 _INCREMENT = tl.constexpr(0x9E3779B97F4A7C15)
 _FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
 _SECOND = tl.constexpr(0x94D049BB133111EB)
-MASS_WARPS, CHOOSE_WARPS = 8, 8
-CANDIDATES = 2048
+CANDIDATES = 4096
 """Candidates of a truncated row that are looked at together."""
 
 
@@ -101,8 +100,8 @@ def _masses(
     tl.store(masses + row * CHUNKS + chunk, tl.sum(weigh(z, top), 0))
     if TRUNCATE:  # noqa: SIM102
         if ((top_k < size) | (top_p < 1.0)) & (top == top):
-            b = tl.arange(0, 2 * RANGES)
-            tl.store(counts + (row * CHUNKS + chunk) * RANGES + b, count_ranges(raw, z, top), mask=b < RANGES)
+            at = counts + (row * CHUNKS + chunk) * RANGES + tl.arange(0, RANGES)
+            tl.store(at, count_ranges(raw, z, top))
 
 
 @triton.jit
@@ -209,7 +208,6 @@ def tops_and_masses(
     at = (rows, size, logits.stride(0))
     shape = {"CHUNKS": chunks, "PLAIN": rules is None, "BLOCK": CHUNK, "num_warps": 8}
     _tops[(chunks, rows)](logits, given, tops, *at, **shape)
-    shape["num_warps"] = MASS_WARPS
     shape |= {"PADDED": triton.next_power_of_2(chunks), "TRUNCATE": counts is not None}
     ranges = masses if counts is None else counts
     if counts is not None:
@@ -259,7 +257,7 @@ def launch(logits: Tensor, rules: Tensor, *, truncate: bool) -> tuple[Tensor, Te
         TRUNCATE=truncate,
         BLOCK=CHUNK,
         CANDIDATES=CANDIDATES,
-        num_warps=CHOOSE_WARPS if truncate else 8,
+        num_warps=8,
     )
     return out, ids if truncate else None
 

@@ -60,6 +60,28 @@ def test_draws_what_the_definition_draws(interpreted, size, rows):
         assert_equal(got, reference.sampling(logits, rules))
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_flat_and_peaked_rows_end_where_the_definition_ends_them(interpreted, seed):
+    """From one candidate to more than are looked at together, and top-p from anything to all but 1e-14."""
+    torch.manual_seed(seed)
+    count, size = 24, 5001
+    logits = torch.randn(count, size) * torch.linspace(0.1, 12, count)[:, None]
+    logits[::3] = torch.round(logits[::3])
+    logits[1::5, ::2] = -torch.inf
+    top_p = torch.rand(count).double()
+    top_p[::2] = 1 - 10.0 ** -(torch.rand(count // 2).double() * 14)
+    top_k = torch.randint(0, size, (count,))
+    top_k[::4] = 0
+    temperature = torch.rand(count) + 0.05
+    temperature[0], top_p[0] = 1.0, 0.999
+    rows = zip(temperature.tolist(), top_p.tolist(), top_k.tolist(), strict=True)
+    rules = rules_of(list(rows), seed)
+    got = interpreted("model.ops.sampling.triton", "sampling", logits, rules)
+    expected = reference.sampling(logits, rules)
+    assert int(expected.counts.max()) > 4096 and int(expected.counts[expected.counts > 0].min()) < 50
+    assert_equal(got, expected, atol=1e-5)
+
+
 def test_rows_that_are_not_finite_leave_the_others_alone(interpreted):
     logits = awkward(5, 300)
     logits[0, 3], logits[1, 0], logits[2] = torch.nan, torch.inf, -torch.inf
