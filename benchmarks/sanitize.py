@@ -22,7 +22,7 @@ GROUPS = (
     ("attention",),
     ("attention_plain", "attention_exact", "attention_few_heads"),
     ("decode_few", "decode_many", "decode_exact", "packing"),
-    ("choices", "index_decode"),
+    ("choices", "candidates", "index_decode"),
     ("head", "positions", "memory", "exact_linear"),
     ("boundary", "experts", "packed_experts"),
     ("index_loss", "index_loss_few_heads"),

@@ -15,6 +15,7 @@ from torch import Tensor
 from benchmarks import kernel_data as data
 from benchmarks.kernel_data import SCALE
 from model.ops import experts
+from model.ops.candidates import best_blocks, topk_in_blocks
 from model.ops.decode_rows import decode_rows
 from model.ops.engram_gate import engram_gate
 from model.ops.exact_linear import exact_linear
@@ -79,6 +80,16 @@ def choices() -> None:
         scores[1] = 0
         topk(scores, 17)
         topk(scores, 64, ends=torch.randint(0, width, (rows,), device="cuda").int())
+
+
+def chosen_blocks() -> None:
+    """Blocks of candidates of few and of many queries, and the choice among their keys."""
+    for count in (9, 257):
+        query, keys = data.normal(count, 32, 128), data.normal(301, 128)
+        weights = torch.randn(count, 32, device="cuda")
+        visible = (torch.arange(count, device="cuda").int() * 7 + 1).clamp_max(301)
+        blocks = best_blocks(torch.randn(count, 301, device="cuda"), visible, 12, 8)
+        topk_in_blocks(query, keys, weights, 32, visible=visible, blocks=blocks, size=8)
 
 
 def index_decoding() -> None:
@@ -243,6 +254,7 @@ CASES: dict[str, Callable[[], None]] = {
     "decode_many": partial(decode, 33, False),
     "decode_exact": partial(decode, 3, True),
     "choices": choices,
+    "candidates": chosen_blocks,
     "index_decode": index_decoding,
     "head": head,
     "packing": packing,
