@@ -114,19 +114,14 @@ def launches(run: Callable[[], object]) -> list[tuple[str, float]]:
 
 
 def of_a_layer(names: list[tuple[str, float]], layer: int) -> list[str]:
-    """The kernels of a layer, from its first projection to coefficients to its second update of streams."""
-    starts = [at for at, (name, _) in enumerate(names) if name == "_coefficients"]
-    stops = [at for at, (name, _) in enumerate(names) if name == "_update"]
-    return [name for name, _ in names[starts[2 * layer] : stops[2 * layer + 1] + 1]]
+    """The kernels of a layer: those after the layer before has updated the streams, to its own update."""
+    updates = [at for at, (name, _) in enumerate(names) if name == "_update"]
+    return [name for name, _ in names[updates[2 * layer - 1] + 1 : updates[2 * layer + 1] + 1]]
 
 
 PARTS = {
-    "attention": ("_decode", "_forward", "_joint_rows"),
-    "index scan": ("_scores",),
-    "top-k": ("_select", "_maxima", "_rows"),
-    "hyper-connections": ("_coefficients", "_update", "_input"),
     "experts": ("_few", "_expert", "_route", "_place", "_histogram", "_swiglu", "cutlass", "prepare_grouped"),
-    "products": ("nvjet", "splitK", "gemm", "_product", "_add", "cublas"),
+    "products": ("nvjet", "splitK", "gemm", "_product", "cublas"),
     "norm, rotation, packing": (
         "_rotary",
         "_window",
@@ -134,8 +129,13 @@ PARTS = {
         "_index",
         "layer_norm",
         "_unpack",
+        "_latents",
         "vectorized_layer",
     ),
+    "attention": ("_decode", "_forward", "_joint_rows"),
+    "index scan": ("_scores",),
+    "top-k": ("_select", "_maxima", "_rows"),
+    "hyper-connections": ("_coefficients", "_update", "_input"),
 }
 
 

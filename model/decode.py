@@ -7,6 +7,7 @@ captured as a graph once and replayed (`model.decode_graphs`). Keys are read whe
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,24 +15,34 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from model.config import AttentionMode
-from model.flat import Angles, angles_of
+from model.flat import Angles
 from model.flat_keys import index_records, projected, records_of
-from model.fused import COEFFICIENTS, coefficients, experts, project
+from model.fused import COEFFICIENTS, coefficients, expert_rows
 from model.layers.attention import Attention
 from model.layers.engram_hash import look_back
 from model.layers.exact import is_exact
+from model.layers.linear import rounded_input
+from model.layers.rope import cosine_and_sine
 from model.ops.candidates import best_blocks
 from model.ops.decode_rows import decode_rows
-from model.ops.hyper_boundary import STREAMS, hyper_input, hyper_update
+from model.ops.exact_linear import exact_linear, exact_pair
+from model.ops.hyper_boundary import STREAMS, hyper_input, hyper_update, hyper_update_of_rows
 from model.ops.index_decode import decode_scores
+from model.ops.latents import latents
 from model.ops.pack_keys import pack_keys
-from model.ops.rotary import index_heads, rotary, window_keys
+from model.ops.rotary import index_heads
+from model.ops.side import SideStream
+from model.ops.sparse_attention import group_heads
 from model.ops.sparse_decode import sparse_decode
 from model.ops.topk import topk
+from model.ops.window_rows import window_rows
 
 if TYPE_CHECKING:
     from model.cache.policy_cache import PolicyCache
     from model.policy import Policy
+
+_FEW = 32
+"""With no more tokens the library's split products are faster than our own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +70,20 @@ class Chosen:
     """[B, C] int32 candidate blocks; None: all keys."""
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the groups of a step's tokens lie. All int64 on the device."""
+
+    rows: Tensor
+    """[B] of their records."""
+    angles: Angles
+    """Of the groups."""
+    own: Tensor
+    """[B] rows of the tokens among the pending ones."""
+    waiting: Tensor
+    """[B * ratio] rows of all members of the groups among the pending ones."""
+
+
 class Step:
     """One step of `policy` over `cache`, for contexts of up to `width` tokens."""
 
@@ -69,17 +94,24 @@ class Step:
         self.table = cache.pages.table.index_select(0, given.slots)
         self.entries = cache.windows.storage.shape[2]
         self.target = given.slots * self.entries + given.positions % self.entries
-        self.windows = [self._window(floor, config.sliding_window) for floor in given.floors]
+        rows, counts = window_rows(
+            given.slots, given.positions, given.floors, entries=self.entries, window=config.sliding_window
+        )
+        self.windows = list(zip(rows, counts, strict=True))
         self._angles: dict[int, Angles] = {}
         self._ends: dict[int, Tensor] = {}
+        self._places: dict[int, Place] = {}
+        for block in policy.blocks:
+            self.angles(block.attn)  # for both streams
         none = torch.full((len(given.slots), 1), -1, dtype=torch.int32, device=given.slots.device)
+        self._side = SideStream(none.device)
         self._nothing = none, none.new_zeros((1, 9 * config.head_dim // 16), dtype=torch.uint8)
 
     def run(self) -> Tensor:
         """[B, d], the head's input."""
         policy, config = self.policy, self.policy.config
         embedded = F.embedding(self.given.token_ids, policy.embed.weight)  # pyright: ignore
-        memory = self._engram()
+        memories = self._side.run(self._memories)
         streams = embedded.unsqueeze(1).expand(-1, STREAMS, -1).contiguous()
         coefficient = torch.zeros(len(embedded), COEFFICIENTS, device=streams.device)
         coefficient[:, 0] = 1.0
@@ -88,47 +120,42 @@ class Step:
         for block in policy.blocks:
             attention = block.attn
             if block.engram is not None:
-                assert memory is not None
-                streams, x = block.engram(streams, memory[:, block.engram_column], None), None
+                self._side.join()
+                streams, x = block.engram.gate(streams, memories.pop(block.layer), None), None
             if x is None or squares is None:
                 x, squares = hyper_input(
                     streams, coefficient, block.attn_norm.weight, eps=block.attn_norm.eps
                 )
             if block.layer == config.decoder_start:
                 for layer in (s for s in config.kv_source_layer_ids if s >= block.layer):
-                    sources[layer] = self._add_keys(policy.blocks[layer].attn, x)
+                    sources[layer] = self._side.run(partial(self._add_keys, policy.blocks[layer].attn, x))
             if block.layer in sources:
                 chosen = sources.pop(block.layer)
             elif attention.mode is AttentionMode.FULL:
-                chosen = self._add_keys(attention, x)
-            coefficient = coefficients(block.hc_attn, streams, squares)
+                chosen = self._side.run(partial(self._add_keys, attention, x))
+            coefficient = self._side.run(partial(coefficients, block.hc_attn, streams, squares))
             update, chosen = self._attend(attention, x, chosen)
             ffn_norm = block.ffn_norm
+            self._side.join()
             streams, x, squares = hyper_update(
                 streams, update, coefficient, ffn_norm.weight, eps=ffn_norm.eps
             )
-            coefficient = coefficients(block.hc_ffn, streams, squares)
-            update, _ = experts(block.ffn, x, None)
+            coefficient = self._side.run(partial(coefficients, block.hc_ffn, streams, squares))
+            rows, plan, _ = expert_rows(block.ffn, x, None)
+            self._side.join()
             last = block.layer + 1 == len(policy.blocks)
             norm = policy.norm if last else policy.blocks[block.layer + 1].attn_norm
-            streams, x, squares = hyper_update(streams, update, coefficient, norm.weight, eps=norm.eps)
+            streams, x, squares = hyper_update_of_rows(
+                streams, rows, plan.place, coefficient, norm.weight, eps=norm.eps
+            )
         assert x is not None
         return x
-
-    def _window(self, floor: Tensor, window: int) -> tuple[Tensor, Tensor]:
-        """Rows [B, W] int32 of the window records each token sees, oldest first, and how many."""
-        positions = self.given.positions
-        oldest = torch.maximum(positions - (window - 1), floor)
-        place = oldest[:, None] + torch.arange(window, device=positions.device)
-        rows = self.given.slots[:, None] * self.entries + place % self.entries
-        rows = torch.where(place <= positions[:, None], rows, -1).int()
-        return rows, (positions - oldest + 1).int()
 
     def angles(self, attention: Attention) -> Angles:
         """Of the tokens in a layer."""
         kind = min(attention.ratio, 1)
         if kind not in self._angles:
-            self._angles[kind] = angles_of(self.given.positions, attention.frequencies)
+            self._angles[kind] = cosine_and_sine(self.given.positions, attention.frequencies)
         return self._angles[kind]
 
     def ends(self, ratio: int) -> Tensor:
@@ -137,45 +164,69 @@ class Step:
             self._ends[ratio] = torch.div(self.given.positions + 1, ratio, rounding_mode="floor").int()
         return self._ends[ratio]
 
-    def _engram(self) -> Tensor | None:
+    def _memories(self) -> dict[int, Tensor]:
+        """What the n-gram memories say of the tokens [B, (n + 1) d], by layer."""
         policy, cache, given = self.policy, self.cache, self.given
         if policy.engram_hash is None or policy.token_map is None:
-            return None
+            return {}
         pad = policy.token_map[policy.config.engram_pad_token_id]
         ids = policy.token_map[given.token_ids]
         entries = cache.tail.shape[1]
         cache.tail.view(-1).index_copy_(0, given.slots * entries + given.positions % entries, ids)
         before = given.positions[:, None] - torch.arange(cache.reach + 1, device=ids.device)
         held = cache.tail[given.slots[:, None], before % entries]
-        return policy.engram_hash(look_back(torch.where(before < 0, pad, held), pad))
+        rows = policy.engram_hash(look_back(torch.where(before < 0, pad, held), pad))
+        return {
+            block.layer: block.engram.project(rows[:, block.engram_column])
+            for block in policy.blocks
+            if block.engram is not None
+        }
 
     def _add_keys(self, attention: Attention, x: Tensor) -> Chosen:
         """Write the record of each token's group, which is seen once the group has closed."""
-        layer, ratio, given, cache = attention.layer, attention.ratio, self.given, self.cache
+        layer, cache, place = attention.layer, self.cache, self._place(attention)
         norm, gates = attention.compressor.norm, None
-        group = torch.div(given.positions, ratio, rounding_mode="floor")
         values, own_gates = projected(attention, x)
         if own_gates is not None:
             pending = cache.pending[layer]
-            flat, ring = pending.view(-1, pending.shape[2]), pending.shape[1]
-            at = given.slots * ring + given.positions % ring
-            flat.index_copy_(0, at, torch.cat([values, own_gates], 1))
-            places = group[:, None] * ratio + torch.arange(ratio, device=x.device)
-            waiting = flat.index_select(0, (given.slots[:, None] * ring + places % ring).flatten())
+            flat = pending.view(-1, pending.shape[2])
+            flat.index_copy_(0, place.own, torch.cat([values, own_gates], 1))
+            waiting = flat.index_select(0, place.waiting)
             values, gates = (
                 waiting[:, : attention.width].contiguous(),
                 waiting[:, attention.width :].contiguous(),
             )
-        angles = self.angles(attention) if ratio == 1 else angles_of(group * ratio, attention.frequencies)
         main, index = records_of(cache, layer)
         latent, records = pack_keys(
-            "main", values, gates=gates, ratio=ratio, norm=norm.weight, eps=norm.eps, rope=angles
+            "main",
+            values,
+            gates=gates,
+            ratio=attention.ratio,
+            norm=norm.weight,
+            eps=norm.eps,
+            rope=place.angles,
         )
-        pages = self.table.gather(1, torch.div(group, main.page_groups, rounding_mode="floor")[:, None])[:, 0]
-        rows = pages * main.page_groups + group % main.page_groups
-        main.records.index_copy_(0, rows, records)
-        index.records.index_copy_(0, rows, index_records(attention, latent, angles))
+        main.records.index_copy_(0, place.rows, records)
+        index.records.index_copy_(0, place.rows, index_records(attention, latent, place.angles))
         return Chosen(layer)
+
+    def _place(self, attention: Attention) -> Place:
+        """Where the tokens' groups lie, which is the same in every source layer of a ratio."""
+        ratio, given, cache = attention.ratio, self.given, self.cache
+        if ratio not in self._places:
+            size = records_of(cache, attention.layer)[0].page_groups
+            group = torch.div(given.positions, ratio, rounding_mode="floor")
+            pages = self.table.gather(1, torch.div(group, size, rounding_mode="floor")[:, None])[:, 0]
+            rows, angles = pages * size + group % size, self.angles(attention)
+            own = waiting = given.slots
+            if ratio > 1:
+                angles = cosine_and_sine(group * ratio, attention.frequencies)
+                ring = cache.pending[attention.layer].shape[1]
+                own = given.slots * ring + given.positions % ring
+                members = group[:, None] * ratio + torch.arange(ratio, device=group.device)
+                waiting = (given.slots[:, None] * ring + members % ring).flatten()
+            self._places[ratio] = Place(rows, angles, own, waiting)
+        return self._places[ratio]
 
     def _choose(self, attention: Attention, x: Tensor, latent: Tensor, known: Chosen) -> Chosen:
         main, index = records_of(self.cache, known.source)
@@ -215,15 +266,23 @@ class Step:
 
     def _attend(self, attention: Attention, x: Tensor, known: Chosen | None) -> tuple[Tensor, Chosen | None]:
         angles, norm = self.angles(attention), attention.kv_norm
-        latent = attention.q_norm(attention.wq_a(x))
-        query = attention.wq_b(latent).unflatten(-1, (attention.heads, attention.width))
-        query = rotary(query, *angles, in_place=True)
         ring = self.cache.windows.storage[attention.layer].flatten(0, 1)
-        window_keys(
-            attention.wkv(x), norm.weight, *angles, eps=norm.eps, rounded=False, ring=ring, target=self.target
+        values, window = _projections(attention, x)
+        latent, _ = latents(
+            values,
+            attention.q_norm.weight,
+            window,
+            norm.weight,
+            angles,
+            eps=norm.eps,
+            rounded=False,
+            ring=ring,
+            target=self.target,
         )
+        query = attention.wq_b(latent).unflatten(-1, (attention.heads, attention.width))
         if attention.mode in (AttentionMode.FULL, AttentionMode.REINDEX):
             assert known is not None
+            self._side.join()
             known = self._choose(attention, x, latent, known)
         window_rows, window_counts = self._window_of(attention)
         if attention.ratio and known is not None and known.rows is not None and known.counts is not None:
@@ -241,6 +300,26 @@ class Step:
             attention.attn_sink,
             scale=attention.width**-0.5,
             counts=counts,
+            rope=angles,
             exact=is_exact(),
         )
-        return project(attention, output, angles), known
+        return _output(attention, output), known
+
+
+def _projections(attention: Attention, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Query latents [B, q] and window keys [B, c] before their norms, by one product."""
+    down, window = attention.wq_a, attention.wkv
+    assert down.quantized == window.quantized
+    joint = exact_pair(rounded_input(x) if down.quantized else x, down.weight, window.weight)
+    values, keys = joint.split([len(down.weight), len(window.weight)], 1)
+    return values, keys
+
+
+def _output(attention: Attention, heads: Tensor) -> Tensor:
+    """Heads [B, H, c], turned back, projected by group to [B, d]."""
+    weight = attention.wo_a.weight.unflatten(0, (attention.groups, -1))
+    narrow, last = group_heads(heads, weight, is_exact()), attention.wo_b
+    if len(heads) <= _FEW:
+        return last(narrow)
+    # The library splits so deep a product too, and adds up in a second kernel.
+    return exact_linear(rounded_input(narrow) if last.quantized else narrow, last.weight)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from model.batch import Batch
-from model.layers.rope import Rotation
+from model.layers.rope import cosine_and_sine
 
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines [T, r / 2] float32."""
@@ -147,7 +147,7 @@ class Flat:
         """Of the tokens, in a layer of `ratio`."""
         kind = min(ratio, 1)
         if kind not in self._angles:
-            self._angles[kind] = angles_of(self.position, frequencies)
+            self._angles[kind] = cosine_and_sine(self.position, frequencies)
         return self._angles[kind]
 
     def group_angles(self, ratio: int, frequencies: Tensor) -> Angles:
@@ -156,11 +156,5 @@ class Flat:
             positions = self.groups(ratio).positions
             if positions is None:
                 positions = self.batch.rows[0].groups(ratio).positions.flatten()
-            self._group_angles[ratio] = angles_of(positions, frequencies)
+            self._group_angles[ratio] = cosine_and_sine(positions, frequencies)
         return self._group_angles[ratio]
-
-
-def angles_of(positions: Tensor, frequencies: Tensor) -> Angles:
-    """Cosines and sines of positions [T]."""
-    forward = Rotation.at(positions, frequencies).forward
-    return forward.real.contiguous(), forward.imag.contiguous()

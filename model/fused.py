@@ -26,9 +26,10 @@ from model.layers.hyper_connections import HyperConnection
 from model.layers.indexer_loss import Supervision
 from model.layers.moe import MixtureOfExperts, Routing
 from model.ops.dispatch import note, served
-from model.ops.experts import combine, few_rows, grouped, plan_of, route, spread, swiglu
+from model.ops.experts import Plan, combine, few_rows, grouped, plan_of, route, spread, swiglu
 from model.ops.hyper_boundary import STREAMS, hyper_coefficients, hyper_input, hyper_update
 from model.ops.index_loss import index_loss
+from model.ops.latents import latent_norm, latents
 from model.ops.packed_experts import packed_experts
 from model.ops.rotary import rotary, window_keys
 from model.ops.sparse_attention import attention_site, group_heads, table_attention
@@ -231,24 +232,21 @@ def attend(
 ) -> tuple[Tensor, Keys | None]:
     """An attention site: input [T, d] to output [T, d], and what later layers share."""
     angles = flat.angles(attention.ratio, attention.frequencies)
-    latent = attention.q_norm(attention.wq_a(x))
+    if options.supervision is None and (cache is not None or not torch.is_grad_enabled()):
+        output, keys = _attend_table(attention, x, angles, flat, keys, cache, options)
+        return project(attention, output), keys
+    latent = latent_norm(attention.wq_a(x), attention.q_norm.weight, attention.q_norm.eps)
     query = attention.wq_b(latent).unflatten(-1, (attention.heads, attention.width))
-    grad = torch.is_grad_enabled() and cache is None
     taught, asked = options.supervision is not None, None
     if attention.mode in (AttentionMode.FULL, AttentionMode.REINDEX):
         assert keys is not None
         asked = ask(attention, x, latent, angles, options.fake_quant, taught)
-        keys = choose(attention, asked, keys, flat, grad)
+        keys = choose(attention, asked, keys, flat, torch.is_grad_enabled() and cache is None)
     used = keys if attention.ratio and keys is not None else _window_alone(flat, x, attention.width)
-    window = attention.wkv(x)
-    if grad or taught:
-        narrow, lse, query = _attend_training(attention, query, window, angles, used, flat, options)
-        if options.supervision is not None and asked is not None:
-            _supervise(options.supervision, attention, asked, query, lse, used)
-        return attention.wo_b(narrow), keys
-    query = rotary(query, *angles, in_place=not torch.is_grad_enabled())
-    output = _attend_table(attention, query, window, angles, used, flat, cache, options)
-    return project(attention, output, angles), keys
+    narrow, lse, query = _attend_training(attention, query, attention.wkv(x), angles, used, flat, options)
+    if options.supervision is not None and asked is not None:
+        _supervise(options.supervision, attention, asked, query, lse, used)
+    return attention.wo_b(narrow), keys
 
 
 def _window_alone(flat: Flat, x: Tensor, width: int) -> Keys:
@@ -319,47 +317,69 @@ def _supervise(
 
 def _attend_table(
     attention: Attention,
-    query: Tensor,
-    window: Tensor,
+    x: Tensor,
     angles: Angles,
-    keys: Keys,
     flat: Flat,
+    keys: Keys | None,
     cache: PolicyCache | None,
     options: RunOptions,
-) -> Tensor:
-    selected, norm = keys.selected, attention.kv_norm
-    assert selected is not None
-    table = keys.table
+) -> tuple[Tensor, Keys | None]:
+    """Heads [T, H, c], turned back, without gradient, and what later layers share."""
+    used = keys if attention.ratio and keys is not None else _window_alone(flat, x, attention.width)
+    table = used.table
     if table is None:
-        table = torch.cat([keys.entries, keys.entries.new_zeros(flat.window_rows, attention.width)])
-    place, row = table[selected.entries :], flat.batch.rows[0]
+        table = torch.cat([used.entries, used.entries.new_zeros(flat.window_rows, attention.width)])
+    place, row = table[len(used.entries) :], flat.batch.rows[0]
     ring = target = None
     if cache is not None and flat.held:
         held = cache.windows.gather(attention.layer, row)
         place.view(row.count, -1, attention.width)[:, : flat.held] = held
     if cache is not None and flat.ring_target is not None:
         ring, target = cache.windows.storage[attention.layer].flatten(0, 1), flat.ring_target
-    write = partial(window_keys, eps=norm.eps, rounded=options.fake_quant, ring=ring, target=target)
-    if flat.window_rows == flat.count:
-        write(window, norm.weight, *angles, out=place)
-    else:
+    whole = flat.window_rows == flat.count
+    latent, window = latents(
+        attention.wq_a(x),
+        attention.q_norm.weight,
+        attention.wkv(x),
+        attention.kv_norm.weight,
+        angles,
+        eps=attention.kv_norm.eps,
+        rounded=options.fake_quant,
+        ring=ring,
+        target=target,
+        out=place if whole else None,
+    )
+    if not whole:
         assert flat.last is not None
-        place.index_copy_(0, flat.last.long(), write(window, norm.weight, *angles))
-    return table_attention(
-        query, table, selected, attention.attn_sink, scale=attention.width**-0.5, exact=is_exact()
+        place.index_copy_(0, flat.last.long(), window)
+    query = attention.wq_b(latent).unflatten(-1, (attention.heads, attention.width))
+    if attention.mode in (AttentionMode.FULL, AttentionMode.REINDEX):
+        assert keys is not None
+        asked = ask(attention, x, latent, angles, options.fake_quant, False)
+        keys = used = choose(attention, asked, keys, flat, False)
+    assert used.selected is not None
+    query = rotary(query, *angles, in_place=not torch.is_grad_enabled())
+    output = table_attention(
+        query, table, used.selected, attention.attn_sink, scale=attention.width**-0.5, exact=is_exact()
     )
+    output = rotary(output, *angles, inverse=True, in_place=not torch.is_grad_enabled())
+    return output, keys
 
 
-def project(attention: Attention, output: Tensor, angles: Angles) -> Tensor:
-    """Heads [T, H, c], turned back in place and projected by group, to [T, d]; without gradient."""
+def project(attention: Attention, output: Tensor) -> Tensor:
+    """Heads [T, H, c], turned back, projected by group to [T, d]; without gradient."""
     weight = attention.wo_a.weight.unflatten(0, (attention.groups, -1))
-    return attention.wo_b(
-        group_heads(rotary(output, *angles, inverse=True, in_place=True), weight, is_exact())
-    )
+    return attention.wo_b(group_heads(output, weight, is_exact()))
 
 
 def experts(layer: MixtureOfExperts, x: Tensor, forced: Tensor | None) -> tuple[Tensor, Routing]:
     """An expert site: tokens [T, d] to [T, d], and where they went."""
+    rows, plan, routing = expert_rows(layer, x, forced)
+    return combine(rows, plan), routing
+
+
+def expert_rows(layer: MixtureOfExperts, x: Tensor, forced: Tensor | None) -> tuple[Tensor, Plan, Routing]:
+    """What the experts of all tokens give [n, d], of which `combine` sums those of a token."""
     gate = layer.gate
     affinity, ids, weights = route(
         x,
@@ -370,17 +390,17 @@ def experts(layer: MixtureOfExperts, x: Tensor, forced: Tensor | None) -> tuple[
         temperature=gate.temperature,
         forced=forced,
     )
+    routing = Routing(affinity, ids, weights)
     plan = plan_of(ids, layer.experts, layer.shared)
     if layer.packed is not None:
         layer.refuse_training(x)
         packed, options = layer.packed, {"limit": layer.limit, "rounded": layer.quantized}
         rows = packed_experts(x, packed.w13, packed.w2, weights, plan, **options, exact=is_exact())
-        return combine(rows, plan), Routing(affinity, ids, weights)
+        return rows, plan, routing
     if not is_exact() and not layer.quantized:
         few = few_rows(x, layer.w13, layer.w2, weights, plan, limit=layer.limit)
         if few is not None:
-            return combine(few, plan), Routing(affinity, ids, weights)
+            return few, plan, routing
     rows = layer.rounded(spread(x, plan))
     active = swiglu(grouped(rows, layer.w13, plan.ends), weights, plan, limit=layer.limit)
-    result = combine(grouped(layer.rounded(active), layer.w2, plan.ends), plan)
-    return result, Routing(affinity, ids, weights)
+    return grouped(layer.rounded(active), layer.w2, plan.ends), plan, routing

@@ -33,5 +33,12 @@ class Engram(nn.Module):
 
         `text` [T] bool is false on image tokens, which take nothing; None stands for text only.
         """
-        projected = self.wkv(self.embed(rows).flatten(1))
+        return self.gate(streams, self.project(rows), text)
+
+    def project(self, rows: Tensor) -> Tensor:
+        """[T, (n + 1) d], a key per stream and a value, of table `rows` [T, columns]."""
+        return self.wkv(self.embed(rows).flatten(1))
+
+    def gate(self, streams: Tensor, projected: Tensor, text: Tensor | None) -> Tensor:
+        """Streams [T, n, d] with what `project` gave added."""
         return engram_gate(streams, projected, self.q_weight, self.k_weight, text, eps=self.eps)

@@ -43,9 +43,14 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return wide_linear(x, weight).to(x.dtype)
 
 
+def rounded_input(x: Tensor) -> Tensor:
+    """`x` rounded to FP8 with a power-of-two scale per 32."""
+    return straight_through(x, round_activation)
+
+
 def quantized_linear(x: Tensor, weight: Tensor) -> Tensor:
     """`x` rounded to FP8 (power-of-two scale per 32) times `weight`, summed in float32, as `x` in dtype."""
-    rounded = straight_through(x, round_activation)
+    rounded = rounded_input(x)
     if served(x):
         return linear(rounded, weight)
     return wide_linear(rounded, weight).to(x.dtype)

@@ -48,8 +48,7 @@ class Rotation:
     @staticmethod
     def at(positions: Tensor, frequencies: Tensor) -> Rotation:
         """The rotation of each of `positions` [...]."""
-        angle = positions.to(torch.float32).unsqueeze(-1) * frequencies
-        cosine, sine = angle.cos(), angle.sin()
+        cosine, sine = cosine_and_sine(positions, frequencies)
         return Rotation(torch.complex(cosine, sine), torch.complex(cosine, -sine))
 
     def per_head(self) -> Rotation:
@@ -59,6 +58,12 @@ class Rotation:
     def inverse(self) -> Rotation:
         """The opposite rotation."""
         return Rotation(self.backward, self.forward)
+
+
+def cosine_and_sine(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., r / 2] fp32 each, of the angles at `positions` [...]."""
+    angle = positions.to(torch.float32).unsqueeze(-1) * frequencies
+    return angle.cos(), angle.sin()
 
 
 def _rotated(x: Tensor, turn: Tensor) -> Tensor:

@@ -19,6 +19,32 @@ MASKED = tl.constexpr(-1e30)
 # FP4 keys are decoded as value * 2**-8, exactly; the softmax scale and the output carry the factor 2**8.
 KEY_SCALE = tl.constexpr(256.0)
 
+# Four bytes to four words of two bf16, and to two words.
+E2M1_ASM = tl.constexpr(
+    """{
+.reg .b32 t0, t1, x, y;
+prmt.b32 t0, $4, 0, 0x4140; prmt.b32 t1, $4, 0, 0x4342;
+shl.b32 x, t0, 6; and.b32 x, x, 0x01C001C0;
+shl.b32 y, t0, 12; and.b32 y, y, 0x80008000; or.b32 $0, x, y;
+shl.b32 x, t1, 6; and.b32 x, x, 0x01C001C0;
+shl.b32 y, t1, 12; and.b32 y, y, 0x80008000; or.b32 $1, x, y;
+shl.b32 x, t0, 2; and.b32 x, x, 0x01C001C0;
+shl.b32 y, t0, 8; and.b32 y, y, 0x80008000; or.b32 $2, x, y;
+shl.b32 x, t1, 2; and.b32 x, x, 0x01C001C0;
+shl.b32 y, t1, 8; and.b32 y, y, 0x80008000; or.b32 $3, x, y;
+}"""
+)
+E4M3_ASM = tl.constexpr(
+    """{
+.reg .b32 t0, t1, x, y;
+prmt.b32 t0, $2, 0, 0x4140; prmt.b32 t1, $2, 0, 0x4342;
+shl.b32 x, t0, 4; and.b32 x, x, 0x07F007F0;
+shl.b32 y, t0, 8; and.b32 y, y, 0x80008000; or.b32 $0, x, y;
+shl.b32 x, t1, 4; and.b32 x, x, 0x07F007F0;
+shl.b32 y, t1, 8; and.b32 y, y, 0x80008000; or.b32 $1, x, y;
+}"""
+)
+
 # Any value that Triton does not specialise (not 1, not a multiple of 16); see `branched_dot`.
 LAYOUT_FLAG = 7
 
@@ -90,18 +116,7 @@ def e2m1_halves(codes):
         high = _bf16_bits(((c & 0x70) << 2) | ((c & 0x80) << 8))
     else:
         low, high = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 t0, t1, x, y;
-            prmt.b32 t0, $4, 0, 0x4140; prmt.b32 t1, $4, 0, 0x4342;
-            shl.b32 x, t0, 6; and.b32 x, x, 0x01C001C0;
-            shl.b32 y, t0, 12; and.b32 y, y, 0x80008000; or.b32 $0, x, y;
-            shl.b32 x, t1, 6; and.b32 x, x, 0x01C001C0;
-            shl.b32 y, t1, 12; and.b32 y, y, 0x80008000; or.b32 $1, x, y;
-            shl.b32 x, t0, 2; and.b32 x, x, 0x01C001C0;
-            shl.b32 y, t0, 8; and.b32 y, y, 0x80008000; or.b32 $2, x, y;
-            shl.b32 x, t1, 2; and.b32 x, x, 0x01C001C0;
-            shl.b32 y, t1, 8; and.b32 y, y, 0x80008000; or.b32 $3, x, y;
-            }""",
+            E2M1_ASM,
             "=r,=r,=r,=r,r",
             [codes],
             dtype=(tl.bfloat16, tl.bfloat16),
@@ -119,14 +134,7 @@ def e4m3_bits(codes):
         y = _bf16_bits(((c & 0x7F) << 4) | ((c & 0x80) << 8))
     else:
         y = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 t0, t1, x, y;
-            prmt.b32 t0, $2, 0, 0x4140; prmt.b32 t1, $2, 0, 0x4342;
-            shl.b32 x, t0, 4; and.b32 x, x, 0x07F007F0;
-            shl.b32 y, t0, 8; and.b32 y, y, 0x80008000; or.b32 $0, x, y;
-            shl.b32 x, t1, 4; and.b32 x, x, 0x07F007F0;
-            shl.b32 y, t1, 8; and.b32 y, y, 0x80008000; or.b32 $1, x, y;
-            }""",
+            E4M3_ASM,
             "=r,=r,r",
             [codes],
             dtype=tl.bfloat16,
@@ -225,3 +233,28 @@ def scale_groups(values, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROU
     """Multiply [ROWS, COLUMNS] by [ROWS, COLUMNS // GROUP], one factor per GROUP neighbouring columns."""
     grouped = tl.reshape(values, (ROWS, COLUMNS // GROUP, GROUP))
     return tl.reshape(grouped * scales[:, :, None], (ROWS, COLUMNS))
+
+
+@triton.jit
+def turned(x, pointer, d, cosine, sine, D: tl.constexpr, R: tl.constexpr):
+    """Operands `x` at `pointer`, channels `d` of rows of D, with the last R of D turned in adjacent pairs."""
+    here = d >= D - R
+    partner = tl.load(pointer + (d ^ 1)[None, :] - d[None, :], mask=here[None, :], other=0.0).to(tl.float32)
+    partner = tl.where((d % 2 == 0)[None, :], -partner, partner)
+    pair = (d - (D - R)) // 2
+    cos = tl.load(cosine + pair, mask=here, other=1.0)[None, :]
+    sin = tl.load(sine + pair, mask=here, other=0.0)[None, :]
+    y = operand(round_bf16(tl.fma(x.to(tl.float32), cos, partner * sin)))
+    return tl.where(here[None, :], y, x)
+
+
+@triton.jit
+def turn_back(rows, cosine, sine, ROWS: tl.constexpr, D: tl.constexpr, R: tl.constexpr):
+    """Turn back the last R channels of `rows` [ROWS, 1] of D that this program has just written."""
+    tl.debug_barrier()
+    j = tl.arange(0, R // 2)
+    cos, sin = tl.load(cosine + j)[None, :], tl.load(sine + j)[None, :]
+    tail = rows + (D - R) + tl.arange(0, R)[None, :]
+    even, odd = tl.split(tl.reshape(tl.load(tail).to(tl.float32), (ROWS, R // 2, 2)))
+    turned = tl.join(tl.fma(even, cos, odd * sin), tl.fma(odd, cos, -(even * sin)))
+    tl.store(tail, round_bf16(tl.reshape(turned, (ROWS, R))).to(rows.dtype.element_ty))

@@ -8,7 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from model.ops.dispatch import use_kernel
 
-__all__ = ["exact_linear"]
+__all__ = ["exact_linear", "exact_pair"]
 
 
 class _ExactLinear(torch.autograd.Function):
@@ -42,3 +42,14 @@ def exact_linear(x: Tensor, weight: Tensor, *, dtype: torch.dtype | None = None)
         product: Tensor = _ExactLinear.apply(flat, weight[None], dtype)  # pyright: ignore[reportAssignmentType]
         return product.view(*x.shape[:-1], len(weight))
     return (x.float() @ weight.float().transpose(-1, -2)).to(dtype)
+
+
+def exact_pair(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """`exact_linear` of `x` [T, K] with two matrices, side by side: [T, N + M]. Without gradient."""
+    if use_kernel("exact_pair", x):
+        from model.ops.exact_linear import triton
+
+        if triton.pairs(first, second):
+            out = x.new_empty((1, len(x), len(first) + len(second)))
+            return triton.product(x[None], first[None], out, second[None])[0]
+    return torch.cat([exact_linear(x, first), exact_linear(x, second)], 1)

@@ -19,6 +19,7 @@ __all__ = [
     "hyper_coefficients",
     "hyper_input",
     "hyper_update",
+    "hyper_update_of_rows",
     "refresh_projections",
 ]
 
@@ -108,6 +109,21 @@ def hyper_update(
         return Update.apply(  # pyright: ignore[reportReturnType]
             streams.contiguous(), branch.contiguous(), coefficients.contiguous(), norm, eps
         )
+    return reference.update(streams, branch, coefficients, norm, eps)
+
+
+def hyper_update_of_rows(
+    streams: Tensor, rows: Tensor, place: Tensor, coefficients: Tensor, norm: Tensor, *, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`hyper_update` whose branch is the sum of a token's rows `place` [T, k] int32 of `rows` [n, d].
+
+    What experts give is summed where it is read. Without gradient.
+    """
+    if use_kernel("hyper_update_of_rows", streams):
+        from model.ops.hyper_boundary import triton
+
+        return triton.update(streams, rows, coefficients, norm, eps, place=place)
+    branch = rows[place.long()].float().sum(1).to(rows.dtype)
     return reference.update(streams, branch, coefficients, norm, eps)
 
 

@@ -15,17 +15,20 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from model.ops.side import arrivals
 from model.ops.tile import operand, round_bf16
 
 _LOGITS = 32
 # With no more rows than these, the parts of a projection's sum are programs of their own.
 _FEW_ROWS = 512
+FEW_BLOCK = 16
 
 
 @triton.jit
 def _update(
     streams,
     branch,
+    place,
     coefficients,
     norm,
     updated,
@@ -34,6 +37,7 @@ def _update(
     count,
     eps,
     D: tl.constexpr,
+    TERMS: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -51,7 +55,14 @@ def _update(
     for n in tl.static_range(0, D, CHUNK):
         d = n + tl.arange(0, CHUNK)[None, :]
         keep = inside & (d < D)
-        y = tl.load(branch + row * D + d, mask=keep, other=0.0).to(tl.float32)
+        if TERMS == 0:
+            y = tl.load(branch + row * D + d, mask=keep, other=0.0).to(tl.float32)
+        else:
+            y = tl.zeros((BLOCK, CHUNK), tl.float32)
+            for j in tl.static_range(TERMS):
+                term = tl.load(place + row * TERMS + j, mask=inside, other=0).to(tl.int64)
+                y += tl.load(branch + term * D + d, mask=keep, other=0.0).to(tl.float32)
+            y = round_bf16(y).to(tl.float32)
         x = streams + row * (4 * D) + d
         x0 = tl.load(x, mask=keep, other=0.0).to(tl.float32)
         x1 = tl.load(x + D, mask=keep, other=0.0).to(tl.float32)
@@ -90,29 +101,66 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _finish(acc, square, base, scale, logits, out, t, count, K: tl.constexpr, BLOCK: tl.constexpr):
+def _shared_out(a, b, c, d):
+    """Four values divided by their sum. Written out: a reduction's order depends on the size of its tile."""
+    factor = 1.0 / (a + b + c + d + 1e-6)
+    return a * factor, b * factor, c * factor, d * factor
+
+
+@triton.jit
+def _row(logits, first: tl.constexpr, inside):
+    """Softmax of logits `first` to `first + 3`, each [BLOCK]."""
+    a = tl.load(logits + first, mask=inside, other=0.0)
+    b = tl.load(logits + first + 1, mask=inside, other=0.0)
+    c = tl.load(logits + first + 2, mask=inside, other=0.0)
+    d = tl.load(logits + first + 3, mask=inside, other=0.0)
+    top = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
+    a, b, c, d = tl.exp(a - top), tl.exp(b - top), tl.exp(c - top), tl.exp(d - top)
+    factor = 1.0 / (a + b + c + d)
+    return a * factor + 1e-6, b * factor + 1e-6, c * factor + 1e-6, d * factor + 1e-6
+
+
+@triton.jit
+def _store_row(out, a, b, c, d, inside):
+    tl.store(out, a, mask=inside)
+    tl.store(out + 1, b, mask=inside)
+    tl.store(out + 2, c, mask=inside)
+    tl.store(out + 3, d, mask=inside)
+
+
+@triton.jit
+def _finish(acc, square, base, factor, logits, out, t, count, K: tl.constexpr, BLOCK: tl.constexpr):
     """Gates and Sinkhorn rounds from the projection [BLOCK, 64] of streams with sums of squares `square`."""
     m = tl.sum(tl.reshape(acc, (BLOCK, 2, 32)), 1) * tl.rsqrt(square * (1.0 / K) + 1e-20)[:, None]
     j = tl.arange(0, 32)[None, :]
-    factor = tl.load(scale + tl.minimum(j // 4, 2))
-    m = m * factor + tl.load(base + j, mask=j < 24, other=0.0)
+    m = tl.fma(m, factor, base)
     gate = _sigmoid(m)
     gate = tl.where(j < 4, gate + 1e-6, 2.0 * gate)
-    keep = (t < count)[:, None]
+    inside = t < count
+    keep = inside[:, None]
     tl.store(out + t.to(tl.int64)[:, None] * 24 + j, gate, mask=keep & (j < 8))
     tl.store(logits + t.to(tl.int64)[:, None] * 32 + j, m, mask=keep)
     tl.debug_barrier()
-    entry = tl.arange(0, 4)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
-    t3 = t.to(tl.int64)[:, None, None]
-    inside = t3 < count
-    mix = tl.load(logits + t3 * 32 + 8 + entry, mask=inside, other=0.0)
-    mix = tl.exp(mix - tl.max(mix, 2)[:, :, None])
-    mix = mix / tl.sum(mix, 2)[:, :, None] + 1e-6
-    mix = mix / (tl.sum(mix, 1)[:, None, :] + 1e-6)
-    for _ in tl.range(0, 19):
-        mix = mix / (tl.sum(mix, 2)[:, :, None] + 1e-6)
-        mix = mix / (tl.sum(mix, 1)[:, None, :] + 1e-6)
-    tl.store(out + t3 * 24 + 8 + entry, mix, mask=inside)
+    row = logits + t.to(tl.int64) * 32
+    a0, a1, a2, a3 = _row(row, 8, inside)
+    b0, b1, b2, b3 = _row(row, 12, inside)
+    c0, c1, c2, c3 = _row(row, 16, inside)
+    d0, d1, d2, d3 = _row(row, 20, inside)
+    for n in tl.range(0, 20):
+        if n > 0:
+            a0, a1, a2, a3 = _shared_out(a0, a1, a2, a3)
+            b0, b1, b2, b3 = _shared_out(b0, b1, b2, b3)
+            c0, c1, c2, c3 = _shared_out(c0, c1, c2, c3)
+            d0, d1, d2, d3 = _shared_out(d0, d1, d2, d3)
+        a0, b0, c0, d0 = _shared_out(a0, b0, c0, d0)
+        a1, b1, c1, d1 = _shared_out(a1, b1, c1, d1)
+        a2, b2, c2, d2 = _shared_out(a2, b2, c2, d2)
+        a3, b3, c3, d3 = _shared_out(a3, b3, c3, d3)
+    row = out + t.to(tl.int64) * 24
+    _store_row(row + 8, a0, a1, a2, a3, inside)
+    _store_row(row + 12, b0, b1, b2, b3, inside)
+    _store_row(row + 16, c0, c1, c2, c3, inside)
+    _store_row(row + 20, d0, d1, d2, d3, inside)
 
 
 @triton.jit
@@ -133,7 +181,19 @@ def _coefficients(
     PARTS: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):
-    """Projection, then gates and Sinkhorn rounds.
+    """Projection, then gates and Sinkhorn rounds."""
+    coefficient_part(
+        tl.program_id(0), tl.program_id(1), streams, squares, projection, base, scale, logits, out, partial,
+        counters, count, K, BLOCK, DEPTH, PARTS, TOGETHER,
+    )  # fmt: skip
+
+
+@triton.jit
+def coefficient_part(
+    block, first, streams, squares, projection, base, scale, logits, out, partial, counters, count,
+    K: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """Part `first` of the sum for the rows of `block`.
 
     Columns 0-31 and 32-63 of the projection are the high and low parts of the weight. The sum over K is cut
     into PARTS, which with few rows are programs of their own: the last to arrive adds them up in order.
@@ -141,12 +201,16 @@ def _coefficients(
     The sums of squares come from the caller: Triton 3.6 races when a pipelined operand of a dot is used in
     other arithmetic too, and a second load would not be pipelined.
     """
-    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    t = block * BLOCK + tl.arange(0, BLOCK)
     row = tl.minimum(t, count - 1).to(tl.int64)[:, None]
     n = tl.arange(0, 64)[None, :]
     PART: tl.constexpr = K // PARTS
+    # Read before the sum, which then does not wait for them.
+    square = tl.load(squares + t, mask=t < count, other=1.0)
+    j = tl.arange(0, 32)[None, :]
+    factor = tl.load(scale + tl.minimum(j // 4, 2))
+    start = tl.load(base + j, mask=j < 24, other=0.0)
     total = tl.zeros((BLOCK, 64), tl.float32)
-    first = tl.program_id(1)
     for p in tl.range(first, (PARTS if TOGETHER else first + 1)):
         acc = tl.zeros((BLOCK, 64), tl.float32)
         for k in tl.range(0, PART, DEPTH):
@@ -154,21 +218,20 @@ def _coefficients(
             x = operand(tl.load(streams + row * K + c[None, :]))
             acc = tl.dot(x, operand(tl.load(projection + c[:, None] * 64 + n)), acc)
         total += acc
-    square = tl.load(squares + t, mask=t < count, other=1.0)
     if TOGETHER:
-        _finish(total, square, base, scale, logits, out, t, count, K, BLOCK)
+        _finish(total, square, start, factor, logits, out, t, count, K, BLOCK)
     else:
-        at = tl.program_id(0).to(tl.int64) * (PARTS * BLOCK * 64)
+        at = block.to(tl.int64) * (PARTS * BLOCK * 64)
         tile = at + tl.arange(0, BLOCK)[:, None] * 64 + n
         tl.store(partial + tile + first * (BLOCK * 64), total)
         tl.debug_barrier()
-        arrived = tl.atomic_add(counters + tl.program_id(0), 1)
+        arrived = tl.atomic_add(counters + block, 1)
         if arrived == PARTS - 1:
             total = tl.zeros((BLOCK, 64), tl.float32)
-            for p in tl.range(0, PARTS):
-                total += tl.load(partial + tile + p * (BLOCK * 64), cache_modifier=".cg")
-            tl.store(counters + tl.program_id(0), 0)
-            _finish(total, square, base, scale, logits, out, t, count, K, BLOCK)
+            for q in tl.static_range(PARTS):
+                total += tl.load(partial + tile + q * (BLOCK * 64), cache_modifier=".cg")
+            tl.store(counters + block, 0)
+            _finish(total, square, start, factor, logits, out, t, count, K, BLOCK)
 
 
 @triton.jit
@@ -221,22 +284,34 @@ def refresh_projections() -> None:
             split_of(projection)
 
 
-def coefficients(streams: Tensor, squares: Tensor, projection: Tensor, base: Tensor, scale: Tensor) -> Tensor:
+def cut(depth: int) -> tuple[int, int]:
+    """Of a sum over `depth`: elements a step, and parts, of two steps at least as in `exact_linear`."""
+    step, parts = min(128, depth & -depth), 1
+    while parts < 8 and depth % (2 * parts * step) == 0 and depth // parts >= 4 * step:
+        parts *= 2
+    return step, parts
+
+
+def coefficients(
+    streams: Tensor,
+    squares: Tensor,
+    projection: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    few: tuple[int, int, int, int] = (FEW_BLOCK, 128, 4, 4),
+) -> Tensor:
     """Coefficients [T, 24] fp32 of streams [T, 4, d] whose sums of squares are `squares` [T].
 
     `projection` comes from `split_projection`.
     """
     count = len(streams)
     depth = streams[0].numel()
-    step = min(128, depth & -depth)
-    parts = 1
-    while parts < 8 and depth % (2 * parts * step) == 0:
-        parts *= 2
+    step, parts = cut(depth)
     out = torch.empty((count, 24), dtype=torch.float32, device=streams.device)
     logits = torch.empty((count, _LOGITS), dtype=torch.float32, device=streams.device)
-    block = 64
-    blocks = triton.cdiv(count, block)
     together = parts == 1 or count > _FEW_ROWS
+    block, step, warps, stages = (64, step, 4, 4) if together else (few[0], min(step, few[1]), *few[2:])
+    blocks = triton.cdiv(count, block)
     partial = logits if together else torch.empty(
         (blocks, parts, block, 64), dtype=torch.float32, device=streams.device
     )  # fmt: skip
@@ -249,27 +324,17 @@ def coefficients(streams: Tensor, squares: Tensor, projection: Tensor, base: Ten
         logits,
         out,
         partial,
-        logits if together else _counters(streams.device),
+        logits if together else arrivals(streams.device, blocks),
         count,
         K=depth,
         BLOCK=block,
         DEPTH=step,
         PARTS=parts,
         TOGETHER=together,
-        num_warps=4,
-        num_stages=4,
+        num_warps=warps,
+        num_stages=stages,
     )
     return out
-
-
-_arrivals: dict[torch.device, Tensor] = {}
-
-
-def _counters(device: torch.device) -> Tensor:
-    """Zeros that a kernel counts in and leaves zero: one a device, as kernels of a stream take turns."""
-    if device not in _arrivals:
-        _arrivals[device] = torch.zeros(_FEW_ROWS, dtype=torch.int32, device=device)
-    return _arrivals[device]
 
 
 def update(
@@ -279,16 +344,21 @@ def update(
     norm: Tensor,
     eps: float,
     *,
+    place: Tensor | None = None,
     block: int = 2,
     warps: int = 8,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Updated streams, the normalised input of the next site, and the streams' sums of squares [T]."""
+    """Updated streams, the normalised input of the next site, and the streams' sums of squares [T].
+
+    With `place` [T, k] int32 the branch is the sum of a token's k rows of `branch` [n, d], rounded.
+    """
     count, _, width = streams.shape
-    updated, normed = torch.empty_like(streams), torch.empty_like(branch)
+    updated, normed = torch.empty_like(streams), branch.new_empty((count, width))
     squares = torch.empty(count, dtype=torch.float32, device=streams.device)
     _update[(triton.cdiv(count, block),)](
         streams,
         branch,
+        branch if place is None else place,
         coefficient,
         norm,
         updated,
@@ -297,6 +367,7 @@ def update(
         count,
         eps,
         D=width,
+        TERMS=0 if place is None else place.shape[1],
         BLOCK=block,
         CHUNK=min(1024, triton.next_power_of_2(width)),
         num_warps=warps,

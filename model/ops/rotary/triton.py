@@ -24,8 +24,9 @@ def _rotary(x, cosine, sine, sign, heads, D: tl.constexpr, R: tl.constexpr, BLOC
     even, odd = tl.split(tl.reshape(tl.load(at, mask=keep, other=0.0).to(tl.float32), (BLOCK, R // 2, 2)))
     cos = tl.load(cosine + t * (R // 2) + j)[None, :]
     sin = tl.load(sine + t * (R // 2) + j)[None, :] * sign
-    turned = tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), (BLOCK, R))
-    tl.store(at, round_bf16(turned).to(x.dtype.element_ty), mask=keep)
+    turned = tl.join(tl.fma(even, cos, -(odd * sin)), tl.fma(odd, cos, even * sin))
+    turned = round_bf16(tl.reshape(turned, (BLOCK, R)))
+    tl.store(at, turned.to(x.dtype.element_ty), mask=keep)
 
 
 def rotary_(x: Tensor, cosine: Tensor, sine: Tensor, sign: float) -> Tensor:
@@ -85,6 +86,17 @@ def _window(
     D: tl.constexpr, R: tl.constexpr, ROUND: tl.constexpr, WRITE: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
+    window_row(
+        t, values, norm, cosine, sine, keys, ring, target, stride, key_stride, eps, D, R, ROUND, WRITE, BYTES
+    )
+
+
+@triton.jit
+def window_row(
+    t, values, norm, cosine, sine, keys, ring, target, stride, key_stride, eps,
+    D: tl.constexpr, R: tl.constexpr, ROUND: tl.constexpr, WRITE: tl.constexpr, BYTES: tl.constexpr,
+):  # fmt: skip
+    """The window key of token `t` and its record."""
     c = tl.arange(0, D)
     everywhere = c < D
     x = tl.load(values + t * stride + c).to(tl.float32)
@@ -95,7 +107,7 @@ def _window(
     pair = t * (R // 2) + (c - (D - R)) // 2
     cos = tl.load(cosine + pair, mask=turned, other=1.0)
     sin = tl.load(sine + pair, mask=turned, other=0.0)
-    x = round_bf16(x * cos + tl.where(c % 2 == 0, -partner, partner) * sin).to(tl.float32)
+    x = round_bf16(tl.fma(x, cos, tl.where(c % 2 == 0, -partner, partner) * sin)).to(tl.float32)
     grouped = tl.reshape(x, (D // 32, 32))
     code = _power_of_two(tl.maximum(tl.max(tl.abs(grouped), 1), 1e-4) * (1.0 / 448.0))
     scale = tl.broadcast_to((code << 23).to(tl.float32, bitcast=True)[:, None], (D // 32, 32))
@@ -199,7 +211,7 @@ def _index(
     pair = t * (R // 2) + (c - (D - R)) // 2
     cos = tl.load(cosine + pair, mask=c >= D - R, other=1.0)
     sin = tl.load(sine + pair, mask=c >= D - R, other=0.0)
-    value = round_bf16(value * cos + tl.where(c % 2 == 0, -partner, partner) * sin).to(tl.float32)
+    value = round_bf16(tl.fma(value, cos, tl.where(c % 2 == 0, -partner, partner) * sin)).to(tl.float32)
     if ROUND:
         grouped = tl.reshape(value, (BLOCK, D // 32, 32))
         top = tl.maximum(tl.max(tl.abs(grouped), 2), 7.052966104933725e-38)

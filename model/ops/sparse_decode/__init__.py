@@ -23,6 +23,7 @@ def sparse_decode(
     *,
     scale: float,
     counts: Tensor | None = None,
+    rope: tuple[Tensor, Tensor] | None = None,
     exact: bool = False,
 ) -> Tensor:
     """Attention of B query tokens over selected main records and window records, with a sink per head.
@@ -39,6 +40,8 @@ def sparse_decode(
         scale: softmax scale.
         counts: [B, 2] int32, how many of the two lists' rows are set. One tensor serves all layers of a
             step; without it each program counts for itself (about 2 us).
+        rope: cosine and sine [B, R / 2] fp32: the query's last R channels are turned first
+            (`model.ops.rotary`), and those of the output back.
         exact: keep the tile order of `sparse_attention(..., exact=True)`, whose output this then equals bit
             for bit for any batch when both list the same keys in the same order (the window oldest first).
 
@@ -60,6 +63,15 @@ def sparse_decode(
         from model.ops.sparse_decode import triton
 
         return triton.decode(
-            query, records, indices, window, window_indices, sink, scale=scale, counts=counts, exact=exact
+            query,
+            records,
+            indices,
+            window,
+            window_indices,
+            sink,
+            scale=scale,
+            counts=counts,
+            rope=rope,
+            exact=exact,
         )
-    return reference.decode(query, records, indices, window, window_indices, sink, scale=scale)
+    return reference.decode(query, records, indices, window, window_indices, sink, scale=scale, rope=rope)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from model.ops.records import unpack
+from model.ops.rotary.reference import rotary
 from model.ops.sparse_attention.reference import attend
 
 
@@ -16,8 +17,11 @@ def decode(
     sink: Tensor,
     *,
     scale: float,
+    rope: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """See `model.ops.sparse_decode.sparse_decode`."""
+    if rope is not None:
+        query = rotary(query, *rope)
     keys = torch.cat(
         [
             unpack("main", records[indices.clamp(min=0).long()]),
@@ -27,4 +31,5 @@ def decode(
     )
     visible = torch.cat([indices, window_indices], 1) >= 0
     out, _ = attend(query.float(), keys, visible, sink.float(), scale)
-    return out.to(query.dtype)
+    out = out.to(query.dtype)
+    return out if rope is None else rotary(out, rope[0], -rope[1])

@@ -16,7 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from model.ops.rotary.triton import rotary_
+from model.ops.sparse_decode import gluon
 from model.ops.tile import (
+    INTERPRET,
     KEY_SCALE,
     LAYOUT_FLAG,
     LOG2E,
@@ -29,6 +32,8 @@ from model.ops.tile import (
     operand,
     round_bf16,
     scale_groups,
+    turn_back,
+    turned,
 )
 
 
@@ -45,7 +50,7 @@ class Tiling:
     branched: bool
 
 
-# Fixed per range of batch sizes, never chosen by occupancy.
+# Fixed per range of batch sizes, never chosen by occupancy. The specialised kernel has the same splits.
 LARGE_BATCH = Tiling(splits=1, halves=2, block=64, window_block=32, warps=4, stages=2, branched=False)
 SMALL_BATCH = Tiling(splits=4, halves=2, block=128, window_block=32, warps=4, stages=1, branched=False)
 EXACT = Tiling(splits=1, halves=2, block=64, window_block=64, warps=4, stages=2, branched=False)
@@ -113,6 +118,8 @@ def _decode(
     window,
     window_indices,
     counts,
+    cosine,
+    sine,
     sink,
     out,
     partial_max,
@@ -129,6 +136,7 @@ def _decode(
     WINDOW_BLOCK: tl.constexpr,
     BRANCHED: tl.constexpr,
     COUNTED: tl.constexpr,
+    ROPE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -145,6 +153,9 @@ def _decode(
     q_pointer = query + row * HEADS * D + h[:, None] * D + d[None, :]
     q0 = operand(tl.load(q_pointer))
     q1 = operand(tl.load(q_pointer + HALF))
+    if ROPE > 0:
+        at = row * (ROPE // 2)
+        q1 = turned(q1, q_pointer + HALF, HALF + d, cosine + at, sine + at, D, ROPE)
     scale = softmax_scale * LOG2E * KEY_SCALE
     acc0 = tl.zeros((HEADS, HALF), tl.float32)
     acc1 = tl.zeros((HEADS, HALF), tl.float32)
@@ -196,6 +207,10 @@ def _decode(
         tl.store(o, round_bf16(acc0 * norm).to(out.dtype.element_ty))
         if HALVES == 1:
             tl.store(o + HALF, round_bf16(acc1 * norm).to(out.dtype.element_ty))
+        if ROPE > 0:  # noqa: SIM102
+            if half == HALVES - 1:
+                at = row * (ROPE // 2)
+                turn_back(out + (row * HEADS + h[:, None]) * D, cosine + at, sine + at, HEADS, D, ROPE)
     else:
         part = row * SPLITS + split
         o = out + part * HEADS * D + half * HALF + h[:, None] * D + d[None, :]
@@ -211,11 +226,14 @@ def _combine(
     partial,
     partial_max,
     partial_sum,
+    cosine,
+    sine,
     out,
     SPLITS: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROPE: tl.constexpr,
 ):
     """Merge the partial results of one query's splits, in the order of the splits."""
     row = tl.program_id(0).to(tl.int64)
@@ -233,6 +251,9 @@ def _combine(
         acc += weight[:, None] * tl.load(partial + part * HEADS * D + h[:, None] * D + d[None, :])
     o = out + row * HEADS * D + h[:, None] * D + d[None, :]
     tl.store(o, round_bf16(acc * (1.0 / total * KEY_SCALE)[:, None]).to(out.dtype.element_ty))
+    if ROPE > 0:
+        at = row * (ROPE // 2)
+        turn_back(out + (row * HEADS + h[:, None]) * D, cosine + at, sine + at, BLOCK, D, ROPE)
 
 
 def decode(
@@ -245,55 +266,73 @@ def decode(
     *,
     scale: float,
     counts: Tensor | None = None,
+    rope: tuple[Tensor, Tensor] | None = None,
     exact: bool = False,
     cut: Tiling | None = None,
 ) -> Tensor:
     """See `model.ops.sparse_decode.sparse_decode`; `cut` replaces the tiling (for tests and benchmarks)."""
     rows, heads, channels = query.shape
-    cut = cut or tiling(rows, exact)
+    if rope is not None and 4 * rope[0].shape[1] > channels:
+        # The kernels turn channels of the second half alone.
+        options = {"scale": scale, "counts": counts, "exact": exact, "cut": cut}
+        turned = rotary_(query.clone(memory_format=torch.contiguous_format), *rope, 1.0)
+        out = decode(turned, records, indices, window, window_indices, sink, **options)
+        return rotary_(out, *rope, -1.0)
     query, records, window = query.contiguous(), records.contiguous(), window.contiguous()
     indices, window_indices = indices.contiguous(), window_indices.contiguous()
+    specialised = cut is None and not INTERPRET.value and gluon.supports(query, rope)
+    cut = cut or tiling(rows, exact)
+    splits = cut.splits
     out = torch.empty_like(query)
-    parts = rows * cut.splits if cut.splits > 1 else 0
-    partial = query.new_empty((parts, heads, channels), dtype=torch.float32)
+    parts = rows * splits if splits > 1 else 0
+    partial = query.new_empty((parts, heads, channels), dtype=torch.float32) if parts else out
     stats = query.new_empty((2, max(parts, 1), heads), dtype=torch.float32)
-    _decode[(rows, cut.splits, cut.halves)](
-        query,
-        records,
-        indices,
-        window,
-        window_indices,
-        indices if counts is None else counts.contiguous(),
-        sink,
-        partial if parts else out,
-        stats[0],
-        stats[1],
-        scale,
-        LAYOUT_FLAG,
-        KEYS=indices.shape[1],
-        WINDOW=window_indices.shape[1],
-        HEADS=heads,
-        D=channels,
-        SPLITS=cut.splits,
-        HALVES=cut.halves,
-        BLOCK=cut.block,
-        WINDOW_BLOCK=cut.window_block,
-        BRANCHED=cut.branched,
-        COUNTED=counts is not None,
-        num_warps=cut.warps,
-        num_stages=cut.stages,
-    )
+    given = query, records, indices, window, window_indices
+    cosine, sine = (sink, sink) if rope is None else rope
+    if specialised:
+        if counts is None:
+            counts = torch.stack([(indices >= 0).sum(1), (window_indices >= 0).sum(1)], 1).int()
+        gluon.launch(*given, counts.contiguous(), sink, partial, stats, scale=scale, rope=rope, splits=splits)
+    else:
+        _decode[(rows, splits, cut.halves)](
+            *given,
+            indices if counts is None else counts.contiguous(),
+            cosine,
+            sine,
+            sink,
+            partial,
+            stats[0],
+            stats[1],
+            scale,
+            LAYOUT_FLAG,
+            KEYS=indices.shape[1],
+            WINDOW=window_indices.shape[1],
+            HEADS=heads,
+            D=channels,
+            SPLITS=splits,
+            HALVES=cut.halves,
+            BLOCK=cut.block,
+            WINDOW_BLOCK=cut.window_block,
+            BRANCHED=cut.branched,
+            COUNTED=counts is not None,
+            ROPE=0 if rope is None else 2 * cosine.shape[1],
+            num_warps=cut.warps,
+            num_stages=cut.stages,
+        )
     if parts:
         block = min(8, heads)
         _combine[(rows, heads // block)](
             partial,
             stats[0],
             stats[1],
+            cosine,
+            sine,
             out,
-            SPLITS=cut.splits,
+            SPLITS=splits,
             HEADS=heads,
             D=channels,
             BLOCK=block,
+            ROPE=0 if rope is None else 2 * cosine.shape[1],
             num_warps=4,
         )
     return out

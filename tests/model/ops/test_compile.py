@@ -25,6 +25,7 @@ from model.ops.hyper_boundary import triton as boundary  # noqa: E402
 from model.ops.index_decode import triton as index_decode  # noqa: E402
 from model.ops.index_loss import triton as index_loss  # noqa: E402
 from model.ops.indexer import triton as indexer  # noqa: E402
+from model.ops.latents import triton as latents  # noqa: E402
 from model.ops.linear_logprob import triton as logprob  # noqa: E402
 from model.ops.linear_reverse_kl import triton as reverse_kl  # noqa: E402
 from model.ops.pack_keys import triton as packing  # noqa: E402
@@ -40,6 +41,7 @@ from model.ops.sparse_decode import triton as decode  # noqa: E402
 from model.ops.topk import triton as topk  # noqa: E402
 from model.ops.unpack_keys import triton as unpacking  # noqa: E402
 from model.ops.verification import triton as verification  # noqa: E402
+from model.ops.window_rows import triton as window_rows  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -57,15 +59,39 @@ def _keys() -> attention.KeyRows:
     return attention.KeyRows(_t(T, K + W, dtype=INT), _t(T, 2, dtype=INT), K, 64)
 
 
-def _decode(compiled, batch, exact):
+def _decode(compiled, batch, exact, heads=H):
+    records, window = _t(E, 288, dtype=BYTE), _t(batch * W, 528, dtype=BYTE)
     return compiled(
         decode.decode,
-        *(_t(batch, H, D), _t(E, 288, dtype=BYTE), _t(batch, K, dtype=INT), _t(batch * W, 528, dtype=BYTE)),
-        *(_t(batch, W, dtype=INT), _t(H, dtype=FP32)),
+        *(_t(batch, heads, D), records, _t(batch, K, dtype=INT), window),
+        *(_t(batch, W, dtype=INT), _t(heads, dtype=FP32)),
         scale=SCALE,
         counts=_t(batch, 2, dtype=INT),
+        rope=(_t(batch, 32, dtype=FP32), _t(batch, 32, dtype=FP32)),
         exact=exact,
     )
+
+
+def _decode_site(compiled):
+    rows, width, long = 64, 5120, torch.int64
+    streams, squares = _t(rows, 4, width), _t(rows, dtype=FP32)
+    site = _t(24, dtype=FP32), _t(3, dtype=FP32)
+    split, matrices = _t(4 * width, 64), (_t(1, 1280, width), _t(1, 512, width))
+    out = _t(1, rows, 1792)
+    kernels = compiled(exact_linear.product, _t(1, rows, width), matrices[0], out, matrices[1])
+    angles = _t(rows, 32, dtype=FP32), _t(rows, 32, dtype=FP32)
+    ring = _t(E, 528, dtype=BYTE), _t(rows, dtype=long)
+    norms = _t(1280), _t(512)
+    joint = _t(rows, 1280), norms[0], _t(rows, 512), norms[1]
+    kernels += compiled(latents.latents, *joint, *angles, 1e-6, False, *ring, None)
+    kernels += compiled(latents.latent_norm, _t(T, 1280), norms[0], 1e-6)
+    placed = {"place": _t(rows, 7, dtype=INT)}
+    kernels += compiled(
+        boundary.update, streams, _t(rows * 7, width), _t(rows, 24, dtype=FP32), _t(width), 1e-6, **placed
+    )
+    kernels += compiled(boundary.coefficients, streams, squares, split, *site)
+    where = _t(rows, dtype=long), _t(rows, dtype=long), _t(2, rows, dtype=long)
+    return kernels + compiled(window_rows.window_rows, *where, 192, W)
 
 
 def _forward(compiled, module, **options):
@@ -263,6 +289,8 @@ CASES = {
     "decode_large": lambda c: _decode(c, 64, False),
     "decode_small": lambda c: _decode(c, 16, False),
     "decode_exact": lambda c: _decode(c, 64, True),
+    "decode_plain": lambda c: _decode(c, 64, True, heads=32),
+    "decode_site": _decode_site,
     "attention_rows": _rows,
     "attention_fast": lambda c: _forward(c, gluon),
     "attention_plain": lambda c: _forward(c, attention),

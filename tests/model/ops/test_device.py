@@ -15,6 +15,7 @@ from model.ops.indexer import index_topk
 from model.ops.linear_logprob import linear_logprob
 from model.ops.pack_keys import pack_keys
 from model.ops.records import pack, unpack
+from model.ops.rotary import rotary
 from model.ops.sampling import Rules, sampling
 from model.ops.sparse_attention import reference as attention
 from model.ops.sparse_attention import sparse_attention
@@ -80,17 +81,27 @@ def test_gradients_do_not_depend_on_where_a_chunk_of_queries_ends():
 
 
 @pytest.mark.parametrize("batch", [1, 7, 33, 64])
-@pytest.mark.parametrize("exact", [False, True])
-def test_decode(batch, exact):
+@pytest.mark.parametrize(("exact", "heads"), [(False, 64), (True, 64), (False, 32), (True, 32)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_decode(batch, exact, heads, turned):
     records = data.main_records(batch * 900)
     x = data.decode(batch, 900, records)
-    arguments = (x.query, records, x.indices, x.window, x.window_indices, x.sink)
-    out = sparse_decode(*arguments, scale=SCALE, exact=exact)
+    # Rows of padding, whole tiles of it, and a row without main keys.
+    x.indices[0, 70:], x.indices[batch // 2, 400:], x.window_indices[-1, 65:] = -1, -1, -1
+    x.indices[batch // 3] = -1
+    arguments = (x.query[:, :heads], records, x.indices, x.window, x.window_indices, x.sink[:heads])
+    rope = (torch.randn(batch, 32, device="cuda").cos(), torch.randn(batch, 32, device="cuda").sin())
+    options = {"scale": SCALE, "exact": exact, "rope": rope if turned else None}
+    out = sparse_decode(*arguments, **options)
     counts = torch.stack([(x.indices >= 0).sum(1), (x.window_indices >= 0).sum(1)], 1).int()
-    assert torch.equal(sparse_decode(*arguments, scale=SCALE, exact=exact, counts=counts), out)
+    for _ in range(4):
+        assert torch.equal(sparse_decode(*arguments, **options, counts=counts), out)
     with reference_only():
-        expected = sparse_decode(arguments[0].float(), *arguments[1:], scale=SCALE)
+        expected = sparse_decode(arguments[0].float(), *arguments[1:], **options)
     assert error(out, expected) < 3e-3
+    if exact and turned:
+        apart = sparse_decode(rotary(arguments[0], *rope), *arguments[1:], scale=SCALE, exact=True)
+        assert torch.equal(rotary(apart, *rope, inverse=True), out)
 
 
 def test_exact_mode_gives_prefill_and_decode_the_same_bits_for_any_batch():

@@ -38,8 +38,11 @@ def test_decode(interpreted, cut):
     indices[0, 5:], recent[1, 3:] = -1, -1
     query, sink = torch.randn(2, H, D).bfloat16(), torch.randn(H)
     arguments = (query, records, indices, window, recent, sink)
-    out = interpreted("model.ops.sparse_decode.triton", "decode", *arguments, scale=SCALE, cut=cut)
-    assert _error(out, decode.decode(query.float(), *arguments[1:], scale=SCALE)) < 4e-3
+    module, angles = "model.ops.sparse_decode.triton", torch.randn(2, 32)
+    few, many = angles[:, :8], angles[:, :32]
+    for rope in (None, (few.cos(), few.sin()), (many.cos(), many.sin())):
+        out = interpreted(module, "decode", *arguments, scale=SCALE, cut=cut, rope=rope)
+        assert _error(out, decode.decode(query.float(), *arguments[1:], scale=SCALE, rope=rope)) < 4e-3
 
 
 def test_attention_forward_and_backward(interpreted):
