@@ -5,6 +5,8 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need Triton, an optional dependency")
 
+from model.ops.exact_linear import triton as exact_linear
+from model.ops.hyper_boundary import triton as boundary
 from model.ops.window_rows import window_rows
 
 
@@ -62,3 +64,13 @@ def test_an_update_sums_the_rows_of_a_token(interpreted):
     branch = (terms[:, 0] + terms[:, 1] + terms[:, 2]).bfloat16()
     for a, b in zip(got, interpreted(module, "update", streams, branch, k, norm, 1e-6), strict=True):
         assert torch.equal(a, b)
+
+
+def test_parts_of_a_sum_have_two_steps_at_least():
+    """With one the compiler merges the sum over parts into the products, for many rows alone."""
+    for depth in range(128, 16385, 128):
+        for columns in (32, 130, 512, 1280, 8192):
+            count = exact_linear.parts(columns, depth)
+            assert count == 1 or (depth % count == 0 and depth // count >= 256)
+        step, count = boundary.cut(depth)
+        assert depth % (step * count) == 0 and (count == 1 or depth // count >= 2 * step)
