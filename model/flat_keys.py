@@ -14,7 +14,7 @@ from model.flat import Angles, Flat, Groups
 from model.layers.linear import wide_linear
 from model.layers.norm import rms_norm
 from model.ops.candidates import best_blocks, topk_in_blocks
-from model.ops.indexer import index_scores, index_topk
+from model.ops.indexer import index_scores, index_topk, queries_at_once
 from model.ops.pack_keys import pack_keys
 from model.ops.records import unpack
 from model.ops.rotary import index_heads, rotary
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from model.cache.policy_cache import PolicyCache
     from model.layers.attention import Attention
 
-_CHUNK, _FEWEST, _SCORES = 1024, 64, 1 << 27
-"""Most and fewest queries whose scores are held at once where candidates are kept, and how many scores."""
 _TILE = 64
 """Keys that a score kernel takes at once."""
 
@@ -250,7 +248,7 @@ def _among_candidates(
     if blocks is None:
         blocks = torch.full((count, rule.blocks), -1, dtype=torch.int32, device=flat.device)
     for start, stop, begin, end, before in flat.sequences(attention.ratio):
-        step = max(_FEWEST, min(_CHUNK, _SCORES // (end - begin)))
+        step = queries_at_once(end - begin)
         # Those that see most come first, so that memory is taken from the device once.
         for low in reversed(range(start, stop, step)):
             part = slice(low, min(low + step, stop))

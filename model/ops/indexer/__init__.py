@@ -1,7 +1,6 @@
 """Which compressed entries a query attends to: index scores and an exact top-k.
 
-Scores are made for a chunk of queries at a time in one reused buffer; at 64K tokens all of them would take
-8.6 GB.
+Scores are made for a chunk of queries at a time; at 64K tokens all of them would take 8.6 GB.
 """
 
 from torch import Tensor
@@ -9,7 +8,14 @@ from torch import Tensor
 from model.ops.dispatch import use_kernel
 from model.ops.indexer import reference
 
-__all__ = ["index_scores", "index_topk"]
+__all__ = ["index_scores", "index_topk", "queries_at_once"]
+
+_QUERIES, _FEWEST, _SCORES = 1024, 64, 1 << 27
+
+
+def queries_at_once(keys: int) -> int:
+    """Queries whose scores over so many keys are held at once: 1024, or fewer to stay within 512 MiB."""
+    return max(_FEWEST, min(_QUERIES, _SCORES // max(1, keys) // _FEWEST * _FEWEST))
 
 
 def index_topk(

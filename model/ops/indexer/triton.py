@@ -9,11 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from model.ops.indexer import queries_at_once
 from model.ops.tile import operand
 from model.ops.topk.triton import topk
 
-# Queries whose scores are kept at once: 1024 x 32K fp32 are 128 MB.
-CHUNK = 1024
 _KEYS = 64
 _TILES = 32
 
@@ -131,9 +130,10 @@ def index_topk(
     query, keys, weights = query.contiguous(), keys.contiguous(), weights.contiguous()
     count = len(query)
     chosen = torch.empty((count, k), dtype=torch.int32, device=query.device)
-    buffer = torch.empty((min(count, CHUNK), len(keys)), dtype=torch.float32, device=query.device)
-    for start in range(0, count, CHUNK):
-        part = slice(start, min(start + CHUNK, count))
+    step = queries_at_once(len(keys))
+    buffer = torch.empty((min(count, step), len(keys)), dtype=torch.float32, device=query.device)
+    for start in range(0, count, step):
+        part = slice(start, min(start + step, count))
         b, e = begins[part], ends[part]
         scores = buffer[: part.stop - start]
         index_scores(query[part], keys, weights[part], begins=b, ends=e, out=scores)

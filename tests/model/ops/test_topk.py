@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.ops.indexer import index_topk
+from model.ops.indexer import index_topk, queries_at_once
 from model.ops.topk import topk
 
 _VALUES = st.sampled_from(
@@ -41,6 +41,16 @@ def test_indexer_sums_weighted_relus_and_respects_the_visible_range():
     # Scores: row 0 [-1, 1, -4, 0], row 1 [5, 1, 4, 1].
     begins, ends = torch.tensor([0, 1]).int(), torch.tensor([4, 4]).int()
     assert index_topk(query, keys, weights, 2, begins=begins, ends=ends).tolist() == [[1, 3], [1, 2]]
+
+
+def test_scores_of_a_million_keys_take_no_more_memory_than_those_of_many_queries():
+    assert [queries_at_once(keys) for keys in (0, 131072, 200_000, 1 << 20, 1 << 24)] == [
+        1024,
+        1024,
+        640,
+        128,
+        64,
+    ]
 
 
 def test_wrong_arguments_are_refused():
