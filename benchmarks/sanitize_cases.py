@@ -32,7 +32,7 @@ from model.ops.records import pack
 from model.ops.rotary import index_heads, rotary, window_keys
 from model.ops.row_sums import row_sums
 from model.ops.sampling import Rules, draw, sampling
-from model.ops.sparse_attention import sparse_attention
+from model.ops.sparse_attention import attention_site, sparse_attention
 from model.ops.sparse_decode import sparse_decode
 from model.ops.topk import topk
 from model.ops.unpack_keys import unpack_keys
@@ -59,6 +59,16 @@ def attention(heads: int, exact: bool, chosen: int = 64) -> None:
     leaves = [t.requires_grad_() for t in (x.query, x.entries, x.window, x.sink)]
     out, _ = sparse_attention(*leaves[:2], x.indices, leaves[2], x.first, leaves[3], scale=SCALE, exact=exact)
     _back(out)
+
+
+def site(exact: bool) -> None:
+    """Attention between its rotations, with the projection of its heads, both ways."""
+    x = data.attention(21, 301, topk=128)
+    leaves = [t.requires_grad_() for t in (x.entries, x.window, x.sink, data.normal(8, 64, 64 * 512 // 8))]
+    entries, window, sink, weight = leaves
+    query = x.query.requires_grad_().clone()
+    where = query, entries, x.indices, window, x.first, sink, _angles(21), weight
+    _back(attention_site(*where, scale=SCALE, exact=exact)[0])
 
 
 def decode(batch: int, exact: bool) -> None:
@@ -248,6 +258,8 @@ def beyond() -> None:
 CASES: dict[str, Callable[[], None]] = {
     "attention": partial(attention, 64, False, 128),
     "attention_plain": partial(attention, 64, False),
+    "site": partial(site, False),
+    "site_exact": partial(site, True),
     "attention_exact": partial(attention, 64, True),
     "attention_few_heads": partial(attention, 16, False),
     "decode_few": partial(decode, 3, False),
