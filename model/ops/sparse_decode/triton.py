@@ -112,10 +112,10 @@ def _accumulate(
 
 @triton.jit
 def _decode(
-    query, records, indices, window, window_indices, counts, cosine, sine, sink, out, partial_max, partial_sum,
-    softmax_scale, flag, KEYS: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
-    SPLITS: tl.constexpr, HALVES: tl.constexpr, BLOCK: tl.constexpr, WINDOW_BLOCK: tl.constexpr,
-    BRANCHED: tl.constexpr, COUNTED: tl.constexpr, ROPE: tl.constexpr,
+    query, records, indices, window, window_indices, counts, cosine, sine, sink, out, partial_max,
+    partial_sum, softmax_scale, flag, KEYS: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr,
+    D: tl.constexpr, SPLITS: tl.constexpr, HALVES: tl.constexpr, BLOCK: tl.constexpr,
+    WINDOW_BLOCK: tl.constexpr, BRANCHED: tl.constexpr, COUNTED: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
