@@ -22,6 +22,7 @@ from benchmarks.kernel_data import TOPK, WIDTH
 from benchmarks.kernel_timing import Row, error, replayed, table, timed
 from benchmarks.kernels_attention import ENTRIES, attention_backward, attention_decode, attention_forward
 from benchmarks.kernels_boundary import boundary, rotation
+from benchmarks.kernels_experts import experts
 from benchmarks.kernels_index import candidates
 from benchmarks.kernels_steps import (
     COPY_BANDWIDTH,
@@ -200,6 +201,7 @@ SECTIONS: dict[str, Callable[[], list[Row]]] = {
     "packing": packing,
     "boundary": boundary,
     "rotation": rotation,
+    "experts": experts,
 }
 
 

@@ -260,7 +260,7 @@ _OPS = [
     "hyper_coefficients",
     "route",
     "grouped",
-    "swiglu",
+    "activated",
     "combine",
     "latents",
     "index_heads",

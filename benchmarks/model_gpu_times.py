@@ -120,7 +120,7 @@ def of_a_layer(names: list[tuple[str, float]], layer: int) -> list[str]:
 
 
 PARTS = {
-    "experts": ("_few", "_expert", "_route", "_place", "_histogram", "_swiglu", "cutlass", "prepare_grouped"),
+    "experts": ("_few", "_expert", "_route", "_place", "_swiglu", "_grouped", "_specialised"),
     "products": ("nvjet", "splitK", "gemm", "_product", "cublas"),
     "norm, rotation, packing": (
         "_rotary",

@@ -26,7 +26,7 @@ from model.layers.hyper_connections import HyperConnection
 from model.layers.indexer_loss import Supervision
 from model.layers.moe import MixtureOfExperts, Routing
 from model.ops.dispatch import note, served
-from model.ops.experts import Plan, combine, few_rows, grouped, plan_of, route, spread, swiglu
+from model.ops.experts import Plan, activated, combine, few_rows, grouped, plan_of, route
 from model.ops.hyper_boundary import STREAMS, hyper_coefficients, hyper_input, hyper_update
 from model.ops.index_loss import index_loss
 from model.ops.latents import latent_norm, latents
@@ -381,7 +381,7 @@ def experts(layer: MixtureOfExperts, x: Tensor, forced: Tensor | None) -> tuple[
 def expert_rows(layer: MixtureOfExperts, x: Tensor, forced: Tensor | None) -> tuple[Tensor, Plan, Routing]:
     """What the experts of all tokens give [n, d], of which `combine` sums those of a token."""
     gate = layer.gate
-    affinity, ids, weights = route(
+    affinity, ids, weights, loads = route(
         x,
         gate.weight,
         gate.bias,
@@ -391,16 +391,16 @@ def expert_rows(layer: MixtureOfExperts, x: Tensor, forced: Tensor | None) -> tu
         forced=forced,
     )
     routing = Routing(affinity, ids, weights)
-    plan = plan_of(ids, layer.experts, layer.shared)
+    plan = plan_of(ids, layer.experts, layer.shared, loads)
     if layer.packed is not None:
         layer.refuse_training(x)
         packed, options = layer.packed, {"limit": layer.limit, "rounded": layer.quantized}
         rows = packed_experts(x, packed.w13, packed.w2, weights, plan, **options, exact=is_exact())
         return rows, plan, routing
-    if not is_exact() and not layer.quantized:
+    x = layer.rounded(x)
+    if not layer.quantized:
         few = few_rows(x, layer.w13, layer.w2, weights, plan, limit=layer.limit)
         if few is not None:
             return few, plan, routing
-    rows = layer.rounded(spread(x, plan))
-    active = swiglu(grouped(rows, layer.w13, plan.ends), weights, plan, limit=layer.limit)
-    return grouped(layer.rounded(active), layer.w2, plan.ends), plan, routing
+    active = activated(x, layer.w13, weights, plan, limit=layer.limit)
+    return grouped(layer.rounded(active), layer.w2, plan), plan, routing

@@ -1,4 +1,4 @@
-"""A mixture of experts as five steps: route, plan, spread and multiply, activate, combine.
+"""A mixture of experts as five steps: route, plan, multiply, activate, combine.
 
 Shared experts are groups that get every token, so that routed and shared ones are one grouped product.
 """
@@ -8,9 +8,9 @@ from torch import Tensor
 
 from model.ops.dispatch import use_kernel
 from model.ops.experts import reference
-from model.ops.experts.plan import Plan
+from model.ops.experts.plan import Plan, block_loads
 
-__all__ = ["Plan", "combine", "few_rows", "grouped", "plan_of", "route", "spread", "swiglu"]
+__all__ = ["Plan", "activated", "combine", "few_rows", "grouped", "plan_of", "route", "swiglu"]
 
 
 def route(
@@ -22,7 +22,7 @@ def route(
     factor: float,
     temperature: float = 1.0,
     forced: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Affinities sqrt(softplus(x . w / temperature)), and the best `chosen` experts under `bias`.
 
     Args:
@@ -35,7 +35,8 @@ def route(
         forced: [T, chosen] experts to go to, negative where the router chooses.
 
     Returns:
-        Affinity [T, E] fp32, ids [T, chosen] int64, weights [T, chosen] fp32.
+        Affinity [T, E] fp32, ids [T, chosen] int64, weights [T, chosen] fp32, and how many tokens of each
+        block of `BLOCK_TOKENS` chose an expert, [blocks, E] int32.
     """
     if use_kernel("route", x):
         from model.ops.experts.autograd import Route
@@ -44,32 +45,40 @@ def route(
     return reference.route(x, weight, bias, chosen, factor, temperature, forced)
 
 
-def plan_of(ids: Tensor, experts: int, shared: int) -> Plan:
-    """Group tokens by the experts `ids` [T, k] of `experts`, and by `shared` ones that get all of them."""
+def plan_of(ids: Tensor, experts: int, shared: int, loads: Tensor | None = None) -> Plan:
+    """Group tokens by the experts `ids` [T, k] of `experts`, and by `shared` ones that get all of them.
+
+    `loads` [blocks, E] are those of `route`; without them they are counted.
+    """
     if use_kernel("plan_of", ids):
         from model.ops.experts import triton
 
-        return triton.plan(ids, experts, shared)
+        return triton.plan(ids, block_loads(ids, experts) if loads is None else loads, shared)
     return reference.plan(ids, experts, shared)
 
 
-def spread(x: Tensor, plan: Plan) -> Tensor:
-    """Tokens [T, d] to rows [n, d] in the order of `plan`."""
-    if use_kernel("spread", x) and torch.is_grad_enabled() and x.requires_grad:
-        from model.ops.experts.autograd import Spread
+def grouped(x: Tensor, weight: Tensor, plan: Plan, *, of_tokens: bool = False) -> Tensor:
+    """Each expert's rows times its matrix of `weight` [G, N, K]: [n, N]. Sums in fp32.
 
-        return Spread.apply(x, plan)  # pyright: ignore[reportReturnType]
-    return x.index_select(0, plan.tokens)
-
-
-def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Rows [n, K] of each group times its matrix of `weight` [G, N, K]: [n, N]. Sums in fp32."""
+    `x` are the rows [n, K], or with `of_tokens` the tokens [T, K] of which each goes to several experts.
+    """
     if use_kernel("grouped", x):
-        # A row's bits do not depend on how many rows its group has: measured, and part of exact mode.
-        return torch._grouped_mm(  # pyright: ignore[reportPrivateImportUsage]
-            x, weight.transpose(1, 2), offs=ends
-        )
-    return reference.grouped(x, weight, ends)
+        from model.ops.experts.autograd import Grouped
+
+        return Grouped.apply(x.contiguous(), weight, plan, of_tokens)  # pyright: ignore[reportReturnType]
+    return reference.grouped(x, weight, plan, of_tokens)
+
+
+def activated(x: Tensor, w13: Tensor, weights: Tensor, plan: Plan, *, limit: float) -> Tensor:
+    """Tokens [T, d] through gates and ups `w13` [G, 2 f, d] of their experts, activated, weighted: [n, f].
+
+    The same bits as `swiglu` of `grouped`; without a gradient one kernel does both.
+    """
+    if use_kernel("activated", x) and not torch.is_grad_enabled():
+        from model.ops.experts import product
+
+        return product.activated(x.contiguous(), w13, weights, plan, limit)
+    return swiglu(grouped(x, w13, plan, of_tokens=True), weights, plan, limit=limit)
 
 
 def swiglu(hidden: Tensor, weights: Tensor, plan: Plan, *, limit: float) -> Tensor:
@@ -98,12 +107,12 @@ def few_rows(
 ) -> Tensor | None:
     """What `combine` sums, [n, d], for few tokens without gradient; None where the separate steps are better.
 
-    One kernel gathers, multiplies and activates, another multiplies back: a decode step waits for launches.
+    The same bits as `grouped` of `activated`, from kernels that read each matrix once.
     """
     if torch.is_grad_enabled() or not use_kernel("few_rows", x):
         return None
-    from model.ops.experts import triton
+    from model.ops.experts import product
 
-    if not triton.few_fits(x, w13, w2, len(plan.tokens)):
+    if not product.few_fits(x, w2, len(plan.tokens)):
         return None
-    return triton.few(x.contiguous(), w13, w2, weights, plan, limit)
+    return product.few(x.contiguous(), w13, w2, weights, plan, limit)

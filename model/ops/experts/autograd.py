@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from model.ops.experts import route_gradients, triton
+from model.ops.experts import product, route_gradients, triton
 from model.ops.experts.plan import Plan
 
 
@@ -21,14 +21,14 @@ class Route(torch.autograd.Function):
         bias: Tensor,
         options: tuple[int, float, float],
         forced: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Affinity, ids and weights."""
-        affinity, ids, weights = triton.route(x, weight, bias, *options, forced)
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Affinity, ids, weights and loads."""
+        affinity, ids, weights, loads = triton.route(x, weight, bias, *options, forced)
         ctx.save_for_backward(x, weight, affinity, ids)
         ctx.options = options
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(ids)
-        return affinity, ids, weights
+        ctx.mark_non_differentiable(ids, loads)
+        return affinity, ids, weights, loads
 
     @staticmethod
     @once_differentiable
@@ -42,24 +42,35 @@ class Route(torch.autograd.Function):
         return *route_gradients.route_gradients(parts, x, weight), None, None, None
 
 
-class Spread(torch.autograd.Function):
-    """Tokens [T, d] to rows [n, d] by expert; the gradient sums a token's rows."""
+class Grouped(torch.autograd.Function):
+    """See `model.ops.experts.grouped`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: Plan) -> Tensor:
-        """Copy."""
-        ctx.plan = plan
-        return x.index_select(0, plan.tokens)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, plan: Plan, of_tokens: bool) -> Tensor:
+        """Product; gathered rows are not kept."""
+        ctx.save_for_backward(x, weight)
+        ctx.plan, ctx.of_tokens = plan, of_tokens
+        return product.grouped(x, weight, plan, of_tokens=of_tokens)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Sum."""
-        return triton.combine(grads[0].contiguous(), ctx.plan), None
+        """Gradients of the input and of the matrices."""
+        x, weight = ctx.saved_tensors
+        plan, grad = ctx.plan, grads[0].contiguous()
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = product.input_gradient(grad, weight, plan)
+            if ctx.of_tokens:
+                grad_x = triton.combine(grad_x, plan)
+        if ctx.needs_input_grad[1]:
+            rows = x.index_select(0, plan.tokens) if ctx.of_tokens else x
+            grad_weight = product.weight_gradient(grad, rows, plan)
+        return grad_x, grad_weight, None, None
 
 
 class Combine(torch.autograd.Function):
-    """The reverse of `Spread`."""
+    """See `model.ops.experts.combine`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, plan: Plan) -> Tensor:

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from model.choices import force
 from model.layers.top_k import top_k_lowest_index
-from model.ops.experts.plan import Plan
+from model.ops.experts.plan import Plan, block_loads, row_tiles
 
 _LOWEST_LOGIT = -80.0
 
@@ -19,13 +19,14 @@ def route(
     factor: float,
     temperature: float,
     forced: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `model.ops.experts.route`."""
     logits = x.float() @ weight.float().T
     affinity = F.softplus((logits / temperature).clamp_min(_LOWEST_LOGIT)).sqrt()
     ids = force(top_k_lowest_index(affinity.detach() + bias, chosen), forced)
     weights = affinity.gather(1, ids)
-    return affinity, ids, weights / (weights.sum(-1, keepdim=True) + 1e-20) * factor
+    weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * factor
+    return affinity, ids, weights, block_loads(ids, len(weight))
 
 
 def plan(ids: Tensor, experts: int, shared: int) -> Plan:
@@ -38,13 +39,16 @@ def plan(ids: Tensor, experts: int, shared: int) -> Plan:
     place[order] = torch.arange(len(order), device=ids.device)
     ends = flat.bincount(minlength=experts + shared).cumsum(0)
     tokens = (order // (chosen + shared)).int()
-    return Plan(tokens, place.view(count, chosen + shared).int(), ends.int())
+    place = place.view(count, chosen + shared).int()
+    return Plan(tokens, place, ends.int(), row_tiles(ends, len(tokens)))
 
 
-def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def grouped(x: Tensor, weight: Tensor, plan: Plan, of_tokens: bool) -> Tensor:
     """See `model.ops.experts.grouped`."""
-    bounds = [0, *ends.tolist()]
-    parts = [x[a:b].float() @ w.float().T for a, b, w in zip(bounds, bounds[1:], weight, strict=False)]
+    rows = x.index_select(0, plan.tokens) if of_tokens else x
+    bounds = [0, *plan.ends.tolist()]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    parts = [rows[a:b].to(wide) @ w.to(wide).T for a, b, w in zip(bounds, bounds[1:], weight, strict=False)]
     return torch.cat(parts).to(x.dtype)
 
 
@@ -59,4 +63,5 @@ def swiglu(hidden: Tensor, weights: Tensor, plan: Plan, limit: float) -> Tensor:
 
 def combine(rows: Tensor, plan: Plan) -> Tensor:
     """See `model.ops.experts.combine`."""
-    return rows[plan.place.long()].float().sum(1).to(rows.dtype)
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return rows[plan.place.long()].to(wide).sum(1).to(rows.dtype)

@@ -13,18 +13,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.ops.experts.plan import Plan
+from model.ops.experts.plan import BLOCK_TOKENS, TILE_ROWS, Plan, most_tiles
 from model.ops.tile import operand, round_bf16
 
-_ROWS = 16
 _ROUTER_TILE = 1 << 14
+_SCAN_ABOVE = 1 << 17
 
 
 @triton.jit
 def _route(
-    x, weight, bias, forced, affinity, ids, weights, count, factor, inverse_temperature, D: tl.constexpr,
-    E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, FORCED: tl.constexpr, ROWS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    x, weight, bias, forced, affinity, ids, weights, loads, count, factor, inverse_temperature,
+    D: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, FORCED: tl.constexpr,
+    ROWS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row = tl.minimum(t, count - 1).to(tl.int64)
@@ -46,19 +46,24 @@ def _route(
     picked = tl.zeros((ROWS, 16), tl.float32)
     number = tl.zeros((ROWS, 16), tl.int32)
     total = tl.zeros((ROWS,), tl.float32)
+    load = tl.zeros((ROWS, EP), tl.int32)
     for k in tl.static_range(K):
         best = tl.argmax(open, 1, tie_break_left=True)
         open = tl.where(e[None, :] == best[:, None], float("-inf"), open)
         if FORCED:
             given = tl.load(forced + row * K + k).to(tl.int32)
             best = tl.where(given >= 0, given, best)
-        own = tl.sum(tl.where(e[None, :] == best[:, None], value, 0.0), 1)
+        hit = e[None, :] == best[:, None]
+        own = tl.sum(tl.where(hit, value, 0.0), 1)
+        load += hit.to(tl.int32)
         total += own
         picked = tl.where(j == k, own[:, None], picked)
         number = tl.where(j == k, best[:, None], number)
     keep = inside & (j < K)
     tl.store(ids + row[:, None] * K + j, number.to(tl.int64), mask=keep)
     tl.store(weights + row[:, None] * K + j, picked / (total + 1e-20)[:, None] * factor, mask=keep)
+    load = tl.sum(tl.where(inside, load, 0), 0)
+    tl.store(loads + tl.program_id(0) * E + e, load, mask=e < E)
 
 
 @triton.jit
@@ -76,7 +81,7 @@ def route(
     factor: float,
     temperature: float,
     forced: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `model.ops.experts.route`."""
     count, width = x.shape
     experts = len(weight)
@@ -88,81 +93,120 @@ def route(
     affinity = torch.empty((count, experts), dtype=torch.float32, device=x.device)
     ids = torch.empty((count, chosen), dtype=torch.int64, device=x.device)
     weights = torch.empty((count, chosen), dtype=torch.float32, device=x.device)
-    _route[(triton.cdiv(count, _ROWS),)](
-        x, weight, bias, ids if forced is None else forced.contiguous(), affinity, ids, weights, count,
+    blocks = triton.cdiv(count, BLOCK_TOKENS)
+    loads = torch.empty((blocks, experts), dtype=torch.int32, device=x.device)
+    _route[(blocks,)](
+        x, weight, bias, ids if forced is None else forced.contiguous(), affinity, ids, weights, loads, count,
         factor, 1.0 / temperature, D=width, E=experts, EP=padded, K=chosen,
-        FORCED=forced is not None, ROWS=_ROWS, DEPTH=depth, num_warps=4, num_stages=4,
+        FORCED=forced is not None, ROWS=BLOCK_TOKENS, DEPTH=depth, num_warps=4, num_stages=4,
     )  # fmt: skip
-    return affinity, ids, weights
+    return affinity, ids, weights, loads
 
 
 @triton.jit
-def _expert(ids, i, count, E: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, EP: tl.constexpr):
-    """Expert of item i = token * KS + position; none (EP) beyond the end."""
-    t, j = i // KS, i % KS
-    e = tl.load(ids + t * K + j, mask=(i < count) & (j < K), other=0).to(tl.int32)
-    return tl.where(i < count, tl.where(j < K, e, E + j - K), EP)
+def _place_before(
+    loads, before, blocks, E: tl.constexpr, EP: tl.constexpr, STEP: tl.constexpr, WIDE: tl.constexpr
+):
+    """Tokens of each expert before each block, and in all blocks: [blocks + 1, EP]."""
+    e = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
+    running = tl.zeros((WIDE,), tl.int32)
+    for n in tl.range(0, blocks, STEP):
+        b = n + tl.arange(0, STEP)
+        keep = (b < blocks)[:, None] & (e < E)[None, :]
+        part = tl.load(loads + b[:, None] * E + e[None, :], mask=keep, other=0)
+        past = tl.cumsum(part, 0) - part + running[None, :]
+        tl.store(before + b[:, None] * EP + e[None, :], past, mask=(b < blocks)[:, None])
+        running += tl.sum(part, 0)
+    tl.store(before + blocks * EP + e, running)
 
 
 @triton.jit
-def _histogram(
-    ids, histogram, count, E: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, EP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    hit = _expert(ids, i, count, E, K, KS, EP)[:, None] == tl.arange(0, EP)[None, :]
-    tl.store(histogram + tl.program_id(0) * EP + tl.arange(0, EP), tl.sum(hit.to(tl.int32), 0))
-
-
-@triton.jit
-def _place(
-    ids, histogram, tokens, place, ends, count, blocks, E: tl.constexpr, K: tl.constexpr, KS: tl.constexpr,
-    EP: tl.constexpr, ALL: tl.constexpr, BLOCK: tl.constexpr, SINGLE: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0)
-    i = program * BLOCK + tl.arange(0, BLOCK)
+def _tiles(
+    tiles, bound, program, blocks, end, total, EP: tl.constexpr, ALL: tl.constexpr, TILE: tl.constexpr
+):
+    """Expert and first row of each tile of up to TILE rows; -1 beyond the last; and how many there are."""
     e = tl.arange(0, EP)
-    hit = (_expert(ids, i, count, E, K, KS, EP)[:, None] == e[None, :]).to(tl.int32)
+    own = (total + TILE - 1) // TILE
+    stop = tl.cumsum(own, 0)
+    base = end - total - (stop - own) * TILE
+    for n in tl.range(program * 16, bound, blocks * 16):
+        slot = n + tl.arange(0, 16)
+        expert = tl.sum((stop[None, :] <= slot[:, None]).to(tl.int32), 1)
+        first = tl.sum(tl.where(e[None, :] == expert[:, None], base[None, :], 0), 1) + slot * TILE
+        at = tiles + 2 * slot
+        tl.store(at, tl.where(expert < ALL, expert, -1), mask=slot < bound)
+        tl.store(at + 1, first, mask=slot < bound)
+    if program == 0:
+        tl.store(tiles + 2 * bound + tl.arange(0, 2), tl.sum(own, 0))
+
+
+@triton.jit(do_not_specialize=["count", "blocks", "bound"])
+def _place(
+    ids, loads, tokens, place, ends, tiles, count, blocks, bound, E: tl.constexpr, K: tl.constexpr,
+    KS: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    SCANNED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Rows of the experts of a block of BLOCK tokens, of which CHUNK are placed at a time."""
+    program = tl.program_id(0)
+    e = tl.arange(0, EP)
     before = tl.zeros((EP,), tl.int32)
     total = tl.zeros((EP,), tl.int32)
-    if SINGLE:
-        total = tl.sum(hit, 0)
+    if SCANNED:
+        before = tl.load(loads + program * EP + e)
+        total = tl.load(loads + blocks * EP + e)
     else:
         for n in tl.range(0, blocks, 16):
             b = n + tl.arange(0, 16)
-            part = tl.load(histogram + b[:, None] * EP + e[None, :], mask=(b < blocks)[:, None], other=0)
+            keep = (b < blocks)[:, None] & (e < E)[None, :]
+            part = tl.load(loads + b[:, None] * E + e[None, :], mask=keep, other=0)
             total += tl.sum(part, 0)
             before += tl.sum(tl.where((b < program)[:, None], part, 0), 0)
+    always: tl.constexpr = E + KS - K
+    shared = (e >= E) & (e < always)
+    total = tl.where(shared, count, total)
     end = tl.cumsum(total, 0)
-    start = end - total + before
-    rank = tl.cumsum(hit, 0) - 1
-    row = tl.sum(hit * (rank + start[None, :]), 1)
-    tl.store(place + i, row, mask=i < count)
-    tl.store(tokens + row, i // KS, mask=i < count)
+    start = end - total + tl.where(shared, program * BLOCK, before)
+    for n in tl.static_range(0, BLOCK, CHUNK):
+        i = tl.arange(0, CHUNK * KP)
+        t, j = program * BLOCK + n + i // KP, i % KP
+        inside = (t < count) & (j < KS)
+        expert = tl.load(ids + t * K + j, mask=inside & (j < K), other=0).to(tl.int32)
+        expert = tl.where(inside, tl.where(j < K, expert, E + j - K), EP)
+        hit = (expert[:, None] == e[None, :]).to(tl.int32)
+        row = tl.sum(hit * (tl.cumsum(hit, 0) - 1 + start[None, :]), 1)
+        tl.store(place + t * KS + j, row, mask=inside)
+        tl.store(tokens + row, t, mask=inside)
+        start += tl.sum(hit, 0)
     if program == 0:
-        tl.store(ends + e, end, mask=e < ALL)
+        tl.store(ends + e, end, mask=e < always)
+    _tiles(tiles, bound, program, blocks, end, total, EP, always, TILE)
 
 
-def plan(ids: Tensor, experts: int, shared: int) -> Plan:
+def plan(ids: Tensor, loads: Tensor, shared: int, scan_above: int = _SCAN_ABOVE) -> Plan:
     """See `model.ops.experts.plan_of`."""
     count, chosen = ids.shape
-    every = chosen + shared
-    items = count * every
+    blocks, experts = loads.shape
+    every, device = chosen + shared, ids.device
     padded = max(16, triton.next_power_of_2(experts + shared))
-    block = min(max(16, 16384 // padded), max(16, triton.next_power_of_2(items)))
-    blocks = triton.cdiv(items, block)
-    histogram = torch.empty((blocks, padded), dtype=torch.int32, device=ids.device)
-    tokens = torch.empty(items, dtype=torch.int32, device=ids.device)
-    place = torch.empty((count, every), dtype=torch.int32, device=ids.device)
-    ends = torch.empty(experts + shared, dtype=torch.int32, device=ids.device)
-    sizes = {"E": experts, "K": chosen, "KS": every, "EP": padded, "BLOCK": block}
-    if blocks > 1:
-        _histogram[(blocks,)](ids, histogram, items, **sizes, num_warps=4)
+    wide = triton.next_power_of_2(every)
+    bound = most_tiles(count * every, experts + shared)
+    tokens = torch.empty(count * every, dtype=torch.int32, device=device)
+    place = torch.empty((count, every), dtype=torch.int32, device=device)
+    ends = torch.empty(experts + shared, dtype=torch.int32, device=device)
+    tiles = torch.empty((bound + 1, 2), dtype=torch.int32, device=device)
+    scanned = blocks * padded > scan_above
+    if scanned:
+        before = torch.empty((blocks + 1, padded), dtype=torch.int32, device=device)
+        _place_before[(padded // 16,)](
+            loads, before, blocks, E=experts, EP=padded, STEP=128, WIDE=16, num_warps=4
+        )
+        loads = before
     _place[(blocks,)](
-        ids, histogram, tokens, place, ends, items, blocks, **sizes, ALL=experts + shared, SINGLE=blocks == 1,
-        num_warps=8,
+        ids, loads, tokens, place, ends, tiles, count, blocks, bound, E=experts, K=chosen, KS=every, KP=wide,
+        EP=padded, BLOCK=BLOCK_TOKENS, CHUNK=min(BLOCK_TOKENS, max(1, 16384 // padded // wide)),
+        SCANNED=scanned, TILE=TILE_ROWS, num_warps=8,
     )  # fmt: skip
-    return Plan(tokens, place, ends)
+    return Plan(tokens, place, ends, tiles)
 
 
 @triton.jit
@@ -256,67 +300,3 @@ def combine(rows: Tensor, plan: Plan) -> Tensor:
     grid = (count, triton.cdiv(width, block))
     _combine[grid](rows, plan.place, out, KS=every, D=width, BLOCK=block, num_warps=4)
     return out
-
-
-@triton.jit
-def _few(
-    x, weight, tokens, place, weights, ends, out, limit, K: tl.constexpr, KS: tl.constexpr, D: tl.constexpr,
-    N: tl.constexpr, PAIR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
-    """Rows of an expert times its matrix; PAIR: gathered tokens times gate and up, activated and weighted."""
-    g = tl.program_id(1)
-    end = tl.load(ends + g)
-    start = tl.load(ends + tl.maximum(g - 1, 0))
-    start = tl.where(g == 0, 0, start)
-    n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    k = tl.arange(0, DEPTH)
-    matrix = weight + g.to(tl.int64) * (D * N * (2 if PAIR else 1)) + n[None, :] * D + k[:, None]
-    for m in tl.range(start, end, ROWS):
-        row = m + tl.arange(0, ROWS)
-        inside = row < end
-        source = row
-        if PAIR:
-            source = tl.load(tokens + row, mask=inside, other=0)
-        left = x + tl.where(inside, source, 0).to(tl.int64)[:, None] * D + k[None, :]
-        acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-        up = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for d in tl.range(0, D, DEPTH):
-            a = operand(tl.load(left + d))
-            acc = tl.dot(a, operand(tl.load(matrix + d)), acc)
-            if PAIR:
-                up = tl.dot(a, operand(tl.load(matrix + N * D + d)), up)
-        if PAIR:
-            scale = tl.full((ROWS,), 1.0, tl.float32)
-            for j in tl.static_range(K):
-                here = tl.load(place + source * KS + j, mask=inside, other=-1) == row
-                scale = tl.where(here, tl.load(weights + source * K + j, mask=inside, other=0.0), scale)
-            gate = tl.minimum(round_bf16(acc).to(tl.float32), limit)
-            up = tl.minimum(tl.maximum(round_bf16(up).to(tl.float32), -limit), limit)
-            acc = gate / (1.0 + tl.exp(-gate)) * up * scale[:, None]
-        target = out + row.to(tl.int64)[:, None] * N + n[None, :]
-        tl.store(target, round_bf16(acc).to(out.dtype.element_ty), mask=inside[:, None])
-
-
-def few_fits(x: Tensor, w13: Tensor, w2: Tensor, items: int) -> bool:
-    """Whether the kernels for few rows serve the shapes: whole tiles, and no more rows than pay."""
-    return items <= FEW and w2.shape[2] % 64 == 0 and x.shape[1] % 64 == 0
-
-
-FEW = 1024
-
-
-def few(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, plan: Plan, limit: float) -> Tensor:
-    """The rows [n, d] that `combine` sums, of few tokens [T, d]: two kernels and nothing gathered."""
-    items, inner = len(plan.tokens), w2.shape[2]
-    active = torch.empty((items, inner), dtype=x.dtype, device=x.device)
-    rows = torch.empty((items, x.shape[1]), dtype=x.dtype, device=x.device)
-    arguments = (plan.tokens, plan.place, weights, plan.ends)
-    sizes = {"K": weights.shape[1], "KS": plan.place.shape[1], "ROWS": 64, "num_warps": 4, "num_stages": 3}
-    for source, weight, out, pair in ((x, w13, active, True), (active, w2, rows, False)):
-        depth, columns = source.shape[1], out.shape[1]
-        tile = 32 if pair else 64
-        _few[(columns // tile, len(plan.ends))](
-            source, weight, *arguments, out, limit, D=depth, N=columns, PAIR=pair, COLUMNS=tile,
-            DEPTH=min(128, depth & -depth), **sizes,
-        )  # fmt: skip
-    return rows

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from model.ops.experts import grouped, swiglu
-from model.ops.experts.plan import Plan
+from model.ops.experts.plan import Plan, row_tiles
 from model.ops.packed_experts.stack import Stack
 from model.ops.packed_experts.triton import unpack
 from model.quant.blocks import round_activation
@@ -38,8 +38,10 @@ def _product(x: Tensor, stack: Stack, plan: Plan, bounds: list[int]) -> Tensor:
         begin, end = bounds[first], bounds[last]
         if begin < end:
             matrices = unpack(stack.codes[first:last], stack.scales[first:last])
-            out[begin:end] = grouped(x[begin:end], matrices, plan.ends[first:last] - begin)
+            ends = plan.ends[first:last] - begin
+            part = Plan(plan.tokens[begin:end], plan.place, ends, row_tiles(ends, end - begin))
+            out[begin:end] = grouped(x[begin:end], matrices, part)
     for group in range(routed, groups):
-        part = slice(bounds[group], bounds[group + 1])
-        out[part] = F.linear(x[part], stack.plain[group - routed])
+        rows = slice(bounds[group], bounds[group + 1])
+        out[rows] = F.linear(x[rows], stack.plain[group - routed])
     return out

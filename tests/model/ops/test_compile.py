@@ -17,9 +17,9 @@ from model.ops.candidates import triton as candidates  # noqa: E402
 from model.ops.decode_rows import triton as decode_rows  # noqa: E402
 from model.ops.engram_gate import triton as engram  # noqa: E402
 from model.ops.exact_linear import triton as exact_linear  # noqa: E402
-from model.ops.experts import route_gradients  # noqa: E402
+from model.ops.experts import product, route_gradients  # noqa: E402
 from model.ops.experts import triton as experts  # noqa: E402
-from model.ops.experts.plan import Plan  # noqa: E402
+from model.ops.experts.plan import Plan, most_tiles  # noqa: E402
 from model.ops.hyper_boundary import gradients  # noqa: E402
 from model.ops.hyper_boundary import triton as boundary  # noqa: E402
 from model.ops.index_decode import triton as index_decode  # noqa: E402
@@ -174,27 +174,48 @@ def _rotary(compiled):
     return kernels + compiled(rotary.index_heads, _t(T, 32, 128), *angles, rounded=True)
 
 
+def _plan(tokens: int) -> Plan:
+    items, experts = tokens * 7, 385
+    tables = _t(items, dtype=INT), _t(tokens, 7, dtype=INT), _t(experts, dtype=INT)
+    return Plan(*tables, _t(most_tiles(items, experts) + 1, 2, dtype=INT))
+
+
 def _experts(compiled):
     width, inner, count, chosen = 5120, 2304, 384, 6
-    ids = _t(T, chosen, dtype=torch.int64)
-    weights, rows = _t(T, chosen, dtype=FP32), T * (chosen + 1)
-    plan = Plan(_t(rows, dtype=INT), _t(T, chosen + 1, dtype=INT), _t(count + 1, dtype=INT))
+    ids, loads = _t(T, chosen, dtype=torch.int64), _t(T // 16, count, dtype=INT)
+    weights, rows, plan = _t(T, chosen, dtype=FP32), T * (chosen + 1), _plan(T)
     kernels = compiled(
         experts.route, _t(T, width), _t(count, width), _t(count, dtype=FP32), chosen, 1.5, 1.0, None
     )
     affinity = _t(T, count, dtype=FP32)
     options = {"factor": 1.5, "temperature": 1.0}
     kernels += compiled(route_gradients.logit_gradients, affinity, ids, None, weights, **options)
-    kernels += compiled(experts.plan, ids, count, 1)
+    for above in (1, 1 << 30):
+        kernels += compiled(experts.plan, ids, loads, 1, above)
     kernels += compiled(experts.swiglu, _t(rows, 2 * inner), weights, plan, 10.0)
     kernels += compiled(experts.swiglu_backward, _t(rows, 2 * inner), weights, plan, 10.0, _t(rows, inner))
     return kernels + compiled(experts.combine, _t(rows, width), plan)
 
 
+def _expert_products(compiled):
+    tokens, weights, plan = _t(T, 5120), _t(T, 6, dtype=FP32), _plan(T)
+    hidden, rows, active = _t(T * 7, 4608), _t(T * 7, 5120), _t(T * 7, 2304)
+    w13, w2 = _t(385, 4608, 5120), _t(385, 5120, 2304)
+    kernels = compiled(product.activated, tokens, w13, weights, plan, 10.0)
+    kernels += compiled(product.grouped, tokens, w13, plan, of_tokens=True)
+    kernels += compiled(product.grouped, active, w2, plan)
+    kernels += compiled(product.input_gradient, hidden, w13, plan)
+    kernels += compiled(product.input_gradient, rows, w2, plan)
+    kernels += compiled(product.plain, tokens, w13, plan, of_tokens=True, weights=weights, limit=10.0)
+    kernels += compiled(product.plain, active, w2, plan)
+    kernels += compiled(product.plain, rows, w2, plan, back=True)
+    kernels += compiled(product.weight_gradient, hidden, rows, plan)
+    return kernels + compiled(product.weight_gradient, rows, active, plan)
+
+
 def _few_experts(compiled):
-    plan = Plan(_t(448, dtype=INT), _t(64, 7, dtype=INT), _t(385, dtype=INT))
     matrices = _t(385, 4608, 5120), _t(385, 5120, 2304)
-    return compiled(experts.few, _t(64, 5120), *matrices, _t(64, 6, dtype=FP32), plan, 10.0)
+    return compiled(product.few, _t(64, 5120), *matrices, _t(64, 6, dtype=FP32), _plan(64), 10.0)
 
 
 def _packed_experts(compiled, tokens, exact):
@@ -202,9 +223,8 @@ def _packed_experts(compiled, tokens, exact):
         codes = _t(384, rows, columns // 2, dtype=BYTE)
         return Stack(codes, _t(384, rows, columns // 32, dtype=BYTE), _t(1, rows, columns))
 
-    items = tokens * 7
-    plan = Plan(_t(items, dtype=INT), _t(tokens, 7, dtype=INT), _t(385, dtype=INT))
-    arguments = _t(tokens, 5120), stack(4608, 5120), stack(5120, 2304), _t(tokens, 6, dtype=FP32), plan
+    matrices = stack(4608, 5120), stack(5120, 2304)
+    arguments = _t(tokens, 5120), *matrices, _t(tokens, 6, dtype=FP32), _plan(tokens)
     return compiled(packed.packed_experts, *arguments, limit=10.0, rounded=False, exact=exact)
 
 
@@ -315,6 +335,7 @@ CASES = {
     "boundary_gradients_of_one": lambda c: _boundary_gradients(c, 1),
     "rotary": _rotary,
     "experts": _experts,
+    "experts_products": _expert_products,
     "experts_few": _few_experts,
     "packed_experts_few": lambda c: _packed_experts(c, 64, False),
     "packed_experts_many": lambda c: _packed_experts(c, T, False),

@@ -6,7 +6,6 @@ import torch
 pytest.importorskip("triton", reason="the kernels need Triton, an optional dependency")
 
 from model.ops.decode_rows import decode_rows
-from model.ops.experts import reference as experts
 from model.ops.hyper_boundary import reference as boundary
 from model.ops.index_decode import reference as index_decode
 from model.ops.records import pack, unpack
@@ -64,66 +63,6 @@ def test_index_heads_are_what_their_records_decode_to(interpreted):
     x, angles = torch.randn(5, 4, 64).to(BF16), _angles()
     got = interpreted("model.ops.rotary.triton", "index_heads", x, *angles, rounded=True)
     assert torch.equal(got, unpack("index", pack("index", rotary.rotary(x, *angles))).to(BF16))
-
-
-def _routed(forced=None):
-    torch.manual_seed(0)
-    x, weight, bias = torch.randn(21, 64).to(BF16), (torch.randn(6, 64) * 0.3).to(BF16), torch.randn(6) * 0.1
-    return (x, weight, bias, 2, 1.5, 1.0, forced)
-
-
-def test_route_chooses_and_weighs(interpreted):
-    forced = torch.full((21, 2), -1)
-    forced[3] = torch.tensor([5, 0])
-    for arguments in (_routed(), _routed(forced)):
-        affinity, ids, weights = interpreted("model.ops.experts.triton", "route", *arguments)
-        expected = experts.route(*arguments)
-        assert _error(affinity, expected[0]) < 1e-6
-        dense = [torch.zeros(21, 6).scatter(1, i, w) for i, w in ((ids, weights), expected[1:])]
-        assert _error(*dense) < 1e-6
-
-
-@pytest.mark.parametrize("given", [(True, True), (True, False), (False, True)])
-def test_gradient_of_routing(interpreted, given):
-    x, weight, bias, *options = _routed()
-    x[4] *= 40.0
-    wide = [y.float().requires_grad_() for y in (x, weight)]
-    affinity, ids, weights = experts.route(wide[0], wide[1], bias, *options)
-    grads = [torch.randn_like(y) if g else None for y, g in zip((affinity, weights), given, strict=True)]
-    loss = sum((y * g).sum() for y, g in zip((affinity, weights), grads, strict=True) if g is not None)
-    wanted = torch.autograd.grad(loss, wide)
-    module = "model.ops.experts.route_gradients"
-    arguments = affinity.detach(), ids, *grads
-    parts = interpreted(module, "logit_gradients", *arguments, factor=options[1], temperature=options[2])
-    logits = parts.float().unflatten(1, (2, 6)).sum(1)
-    assert _error(logits @ weight.float(), wanted[0]) < 1e-4
-    assert _error(logits.t() @ x.float(), wanted[1]) < 1e-4
-
-
-@pytest.mark.parametrize("times", [1, 40])
-def test_plan_groups_tokens_in_order(interpreted, times):
-    ids = experts.route(*_routed())[1].repeat(times, 1)
-    got, expected = interpreted("model.ops.experts.triton", "plan", ids, 6, 1), experts.plan(ids, 6, 1)
-    for name in ("tokens", "place", "ends"):
-        assert torch.equal(getattr(got, name), getattr(expected, name)), name
-
-
-def test_activation_its_gradient_and_the_sum(interpreted):
-    _, ids, weights = experts.route(*_routed())
-    plan = experts.plan(ids, 6, 1)
-    hidden = (torch.randn(63, 48) * 3).to(BF16)
-    module = "model.ops.experts.triton"
-    out = interpreted(module, "swiglu", hidden, weights, plan, 4.03)
-    assert torch.equal(out, experts.swiglu(hidden, weights, plan, 4.03))
-    wide, weigh = hidden.float().requires_grad_(), weights.clone().requires_grad_()
-    product = experts.swiglu(wide, weigh, plan, 4.03)
-    grad = torch.randn_like(product).to(BF16)
-    product.backward(grad.float())
-    grads = interpreted(module, "swiglu_backward", hidden, weights, plan, 4.03, grad)
-    assert _error(grads[0], wide.grad) < 4e-3
-    assert _error(grads[1], weigh.grad) < 1e-5
-    rows = torch.randn(63, 64).to(BF16)
-    assert torch.equal(interpreted(module, "combine", rows, plan), experts.combine(rows, plan))
 
 
 def _site(count=7, width=96):
@@ -232,15 +171,6 @@ def test_an_exact_product_gives_a_row_the_same_bits_among_few_and_many(interpret
     ]
     assert _error(products[1], x.double() @ weight.double().transpose(1, 2)) < 1e-6
     assert torch.equal(products[0], products[1][:, :10])
-
-
-def test_few_tokens_through_their_experts(interpreted):
-    _, ids, weights = experts.route(*_routed())
-    plan = experts.plan(ids, 6, 1)
-    x, w13, w2 = (torch.randn(*s).to(BF16) / 8 for s in ((21, 64), (7, 128, 64), (7, 64, 64)))
-    got = interpreted("model.ops.experts.triton", "few", x, w13, w2, weights, plan, 0.5)
-    active = experts.swiglu(experts.grouped(x[plan.tokens], w13, plan.ends), weights, plan, 0.5)
-    assert _error(got, experts.grouped(active, w2, plan.ends)) < 4e-3
 
 
 def test_coefficients_are_the_same_bits_in_parts_and_together(interpreted):
