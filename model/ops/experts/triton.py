@@ -103,7 +103,7 @@ def route(
     return affinity, ids, weights, loads
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _place_before(
     loads, before, blocks, E: tl.constexpr, EP: tl.constexpr, STEP: tl.constexpr, WIDE: tl.constexpr
 ):
