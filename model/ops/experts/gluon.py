@@ -7,7 +7,7 @@ kernels, so that the bits are theirs.
 
 # Kernels are written in Triton's language, which Python's types do not describe.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportAssignmentType=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportAssignmentType=false, reportOperatorIssue=false
 
 from functools import cache
 
