@@ -21,7 +21,8 @@ TOOLS = ("memcheck", "racecheck")
 GROUPS = (
     ("attention", "site"),
     ("attention_plain", "attention_exact", "attention_few_heads", "site_exact"),
-    ("decode_few", "decode_many", "decode_exact", "packing"),
+    ("decode_few", "decode_many", "decode_exact"),
+    ("decode_few_heads", "decode_inputs", "packing"),
     ("choices", "candidates", "index_decode"),
     ("head", "positions", "memory", "exact_linear"),
     ("boundary", "experts", "packed_experts"),
@@ -34,9 +35,11 @@ GROUPS = (
 EXPECTED = {("memcheck", "beyond"): "a write past the end, made on purpose"}
 """Reports without which the run fails."""
 
-KNOWN = {("racecheck", case): {"_forward", "_kept_query_gradient"} for case in ("attention", "site")}
+KNOWN = {("racecheck", case): {"_forward", "_kept_query_gradient"} for case in ("attention", "site")} | {
+    ("racecheck", case): {"_decode"} for case in ("decode_few", "decode_many", "decode_exact")
+}
 """Kernels whose reports are no errors: racecheck does not follow the barriers that one thread signals for its
-warpgroup where warps are specialised (`model.ops.sparse_attention.gluon`, `gluon_backward`)."""
+warpgroup, as in `gluon` and `gluon_backward` of sparse attention and in `gluon` of decoding."""
 
 _SUMMARY = re.compile(r"^========= (?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", re.M)
 _PLACE = re.compile(r"^=+ .*?\bat (?:0x[0-9a-f]+ in )?([A-Za-z_]\w*)", re.M)

@@ -23,6 +23,7 @@ from model.ops.hyper_boundary import hyper_boundary, hyper_coefficients, hyper_i
 from model.ops.index_decode import decode_scores
 from model.ops.index_loss import index_loss
 from model.ops.indexer import index_scores, index_topk
+from model.ops.latents import latent_norm, latents
 from model.ops.linear_logprob import linear_logprob
 from model.ops.linear_reverse_kl import linear_reverse_kl
 from model.ops.pack_keys import pack_keys
@@ -37,6 +38,7 @@ from model.ops.sparse_decode import sparse_decode
 from model.ops.topk import topk
 from model.ops.unpack_keys import unpack_keys
 from model.ops.verification import verification
+from model.ops.window_rows import window_rows
 
 
 def _random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -71,10 +73,24 @@ def site(exact: bool) -> None:
     _back(attention_site(*where, scale=SCALE, exact=exact)[0])
 
 
-def decode(batch: int, exact: bool) -> None:
-    """Decoding from records."""
+def decode(batch: int, exact: bool, heads: int = 64) -> None:
+    """Decoding from records, with the rotation inside and without."""
     x = data.decode(batch, 300, data.main_records(batch * 300))
-    sparse_decode(x.query, x.records, x.indices, x.window, x.window_indices, x.sink, scale=SCALE, exact=exact)
+    query, sink = x.query[:, :heads].contiguous(), x.sink[:heads].contiguous()
+    where = query, x.records, x.indices, x.window, x.window_indices, sink
+    for rope in (None, _angles(batch)):
+        sparse_decode(*where, scale=SCALE, exact=exact, rope=rope)
+
+
+def decode_inputs() -> None:
+    """Latents and window keys of decoded tokens, the norm's gradient, and the rows of their windows."""
+    values, window, norm, window_norm = _random(5, 192), data.normal(5, 512), _random(192), _random(512)
+    _back(latent_norm(values, norm, 1e-6))
+    with torch.no_grad():
+        latents(values, norm, window, window_norm, _angles(5), eps=1e-6, rounded=True)
+    slots, positions = torch.tensor([[2, 0, 1], [5, 300, 0]], device="cuda")
+    floors = torch.tensor([[0, 200, 0], [3, 290, 0]], device="cuda")
+    window_rows(slots, positions, floors, entries=131, window=128)
 
 
 def choices() -> None:
@@ -112,7 +128,7 @@ def index_decoding() -> None:
     chosen = torch.tensor([[0, 5, 16, -1], [2, 3, 20, 21], [-1] * 4], dtype=torch.int32, device="cuda")
     for listed, width in ((None, 301), (blocks, 24)):
         decode_scores(query, weights, records, table, ends, width=width, page_groups=64, blocks=listed)
-        decode_rows(chosen, table, page_groups=64, blocks=listed)
+        decode_rows(chosen, table, page_groups=64)
 
 
 def head() -> None:
@@ -160,7 +176,7 @@ def boundary() -> None:
     normed, squares = hyper_input(streams, k, norm, eps=1e-6)
     updated, following, _ = hyper_update(streams, branch, k, norm, eps=1e-6)
     leaves = base.requires_grad_(), scale.requires_grad_()
-    _back(normed, updated, following, hyper_coefficients(streams, squares, projection, *leaves))
+    _back(normed, updated, following, *hyper_coefficients(streams, squares, projection, *leaves))
 
 
 def mixture() -> None:
@@ -265,6 +281,8 @@ CASES: dict[str, Callable[[], None]] = {
     "decode_few": partial(decode, 3, False),
     "decode_many": partial(decode, 33, False),
     "decode_exact": partial(decode, 3, True),
+    "decode_few_heads": partial(decode, 3, False, 16),
+    "decode_inputs": decode_inputs,
     "choices": choices,
     "candidates": chosen_blocks,
     "index_decode": index_decoding,
