@@ -86,36 +86,35 @@ def experts_products() -> list[Row]:
 
 def _gradients(x: Tensor, weight: Tensor, plan: Plan) -> list[Row]:
     height, grad = weight.shape[1], data.normal(len(x), weight.shape[1])
-    leaves = x.requires_grad_(), weight.requires_grad_()
-    results = grouped(x, weight, plan), _peer(x, weight, plan)
-    rows = []
-    for leaf, name in zip(leaves, ("input", "weight"), strict=True):
-        times, got = [], None
-        for result in results:
-            run = lambda r=result, v=leaf: torch.autograd.grad(r, v, grad, retain_graph=True)[0]  # noqa: E731
-            got = run() if got is None else got
-            times.append(timed(run))
-        assert got is not None
-        bounds = [0, *plan.ends.tolist()]
-        part = slice(bounds[3], bounds[4])
+    begin, end = plan.ends[2:4].tolist()
+    part, rows = slice(begin, end), []
+    for leaf, name in ((x, "input"), (weight, "weight")):
+        # One at a time, lest the other's gradient be computed too.
+        leaf.requires_grad_()
+        runs = [
+            lambda r=result, v=leaf: torch.autograd.grad(r, v, grad, retain_graph=True)[0]
+            for result in (grouped(x, weight, plan), _peer(x, weight, plan))
+        ]
+        got = runs[0]()
+        time, peer = (timed(run) for run in runs)
+        leaf.requires_grad_(False)
         if name == "input":
-            got, expected = got[part], grad[part].double() @ weight[3].detach().double()
+            got, expected = got[part], grad[part].double() @ weight[3].double()
         else:
-            got, expected = got[3], grad[part].double().T @ x[part].detach().double()
+            got, expected = got[3], grad[part].double().T @ x[part].double()
         rows.append(
             Row(
                 f"{name} gradient of the same",
-                times[1] / times[0],
+                peer / time,
                 "x",
-                times[0],
+                time,
                 error(got, expected),
                 None,
                 "torch._grouped_mm",
-                times[1],
-                f"{2 * x.numel() * height / times[0] / 1e6:.0f} TFLOP/s",
+                peer,
+                f"{2 * x.numel() * height / time / 1e6:.0f} TFLOP/s",
             )
         )
-    weight.requires_grad_(False)
     return rows
 
 
