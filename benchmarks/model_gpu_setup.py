@@ -135,18 +135,26 @@ def _heavy_tailed(tensor: Tensor, std: float) -> None:
     flat[::1009] *= 8
 
 
-def _draw_packed(stack: Stack, gain: float, at_once: int = 4) -> None:
-    """Heavy-tailed matrices with the gains that `initialize` gives them, packed `at_once` at a time."""
+def _draw_packed(stack: Stack, gain: float, at_once: int = 4, drawn_ones: int = 48) -> None:
+    """Heavy-tailed matrices with the gains that `initialize` gives them, packed `at_once` at a time.
+
+    The first `drawn_ones` are drawn; the others are these with their rows in another order.
+    """
     _, rows, columns = stack.shape
     std = gain * columns**-0.5
     _heavy_tailed(stack.plain, std)
     drawn = torch.empty((at_once * rows, columns), device=stack.codes.device)
-    for codes, scales in zip(stack.codes.split(at_once), stack.scales.split(at_once), strict=True):
+    first = stack.codes[:drawn_ones].split(at_once), stack.scales[:drawn_ones].split(at_once)
+    for codes, scales in zip(*first, strict=True):
         part = drawn[: len(codes) * rows]
         _heavy_tailed(part, std)
         packed, scale = encode_fp4(part)
         codes.copy_(as_words(packed).view_as(codes))
         scales.copy_(scale.view_as(scales))
+    for begin in range(drawn_ones, len(stack.codes), drawn_ones):
+        for each in (stack.codes, stack.scales):
+            target = each[begin : begin + drawn_ones]
+            target.copy_(each[: len(target)].roll(37 * begin, 1))
 
 
 def cache_of(policy: Policy, sequences: int, tokens: int) -> PolicyCache:

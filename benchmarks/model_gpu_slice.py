@@ -16,7 +16,7 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -58,16 +58,17 @@ def weight_bytes(policy: Policy) -> dict[str, int]:
     return found
 
 
-def _bytes(policy: Policy) -> list[Figure]:
+def _bytes(policy: Policy) -> Iterator[Figure]:
     kinds, gib = weight_bytes(policy), 2**30
-    rows = [Figure(f"weights: {kind}", value / gib, "GiB") for kind, value in kinds.items()]
+    for kind, value in kinds.items():
+        yield Figure(f"weights: {kind}", value / gib, "GiB")
     note = f"the kinds add up to {sum(kinds.values()) / gib:.2f}"
-    rows.append(Figure("weights: memory allocated", torch.cuda.memory_allocated() / gib, "GiB", note=note))
+    yield Figure("weights: memory allocated", torch.cuda.memory_allocated() / gib, "GiB", note=note)
     packed = policy.blocks[0].ffn.packed
     assert packed is not None
     held = sum(s.codes.nbytes + s.scales.nbytes for s in (packed.w13, packed.w2))
     weights = sum(2 * s.codes.numel() for s in (packed.w13, packed.w2))
-    rows.append(Figure("bytes a weight of the routed experts", held / weights, "B"))
+    yield Figure("bytes a weight of the routed experts", held / weights, "B")
     _clean()
     before = torch.cuda.memory_allocated()
     one = policy.new_cache(1, LONG, storage="packed")
@@ -75,12 +76,10 @@ def _bytes(policy: Policy) -> list[Figure]:
     two = policy.new_cache(1, 3 * LONG, storage="packed")
     per_token = (torch.cuda.memory_allocated() - before - 2 * held) / (2 * LONG)
     del one, two
-    sources = [(policy.config.ratio(layer)) for layer in policy.config.kv_source_layer_ids]
+    sources = [policy.config.ratio(layer) for layer in policy.config.kv_source_layer_ids]
     note = f"records of 356 B in {len(sources)} source layers of ratios {sources}"
-    rows.append(
-        Figure("cache bytes a token, from allocated memory", per_token, "B", (890.5, 890.5, 890.5), note=note)
-    )
-    return rows
+    what = "cache bytes a token, from allocated memory"
+    yield Figure(what, per_token, "B", (890.5, 890.5, 890.5), note=note)
 
 
 def _sites(errors: dict[str, float]) -> tuple[str, float, str]:
@@ -92,26 +91,25 @@ def _sites(errors: dict[str, float]) -> tuple[str, float, str]:
     return worst, sites[worst], f"worst {worst}; attention/experts by layer: {' '.join(each)}"
 
 
-def _parity(policy: Policy) -> list[Figure]:
-    rows = []
-    for quantised, bound in ((False, 0.03), (True, 0.10)):
+def _parity(policy: Policy) -> Iterator[Figure]:
+    policy.fake_quant = True
+    for context in (8192, MILLION):
+        errors = parity.at_context(policy, context)
+        _, error, note = _sites(errors)
+        note = f"{note}; hidden {errors['hidden']:.2g}"
+        yield Figure(f"layer error, one token at {context}", error, "", (0.03, 0.03, 0.03), note=note)
+        step = errors["decode step against prefill"]
+        yield Figure(f"decode step - prefill at {context}, exact mode", step, "", (0, 0, 0))
+        _clean()
+    for quantised, bound in ((True, 0.10), (False, 0.03)):
         policy.fake_quant = quantised
         errors = parity.forward(policy, [1500, 300, 236])
         _, error, note = _sites(errors)
         name = "keys rounded" if quantised else "keys not rounded"
         note = f"{note}; hidden {errors['hidden']:.2g}"
-        rows.append(
-            Figure(f"layer error, pass of 2036 tokens, {name}", error, "", (bound, bound, bound), note=note)
-        )
-    for context in (8192, MILLION):
-        errors = parity.at_context(policy, context)
-        _, error, note = _sites(errors)
-        note = f"{note}; hidden {errors['hidden']:.2g}"
-        rows.append(Figure(f"layer error, one token at {context}", error, "", (0.03, 0.03, 0.03), note=note))
-        step = errors["decode step against prefill"]
-        rows.append(Figure(f"decode step - prefill at {context}, exact mode", step, "", (0, 0, 0)))
-        _clean()
-    return rows
+        bounds = (bound, bound, bound)
+        yield Figure(f"layer error, pass of 2036 tokens, {name}", error, "", bounds, note=note)
+    policy.fake_quant = True
 
 
 @torch.no_grad()
@@ -146,47 +144,41 @@ def step_bytes(policy: Policy, batch: int, context: int, used: list[int]) -> flo
     return read
 
 
-def _decode(policy: Policy) -> list[Figure]:
-    rows, used = [], {batch: experts_in_use(policy, batch) for batch in (1, 16, 64)}
+def _decode(policy: Policy) -> Iterator[Figure]:
+    used, seconds = {batch: experts_in_use(policy, batch) for batch in (1, 16, 64)}, {}
     _clean()
     for batch, context in STEPS:
-        seconds = times.decode(policy, batch, context)
+        step = seconds[batch, context] = times.decode(policy, batch, context)
         _clean()
         read = step_bytes(policy, batch, context, used[batch])
         bound = read / BANDWIDTH
         note = (
-            f"{batch / seconds:.0f} tokens/s; must read {read / 1e9:.2f} GB, {1000 * bound:.2f} ms: "
-            f"{bound / seconds:.0%} of 4.27 TB/s; {sum(used[batch]) / len(used[batch]):.0f} experts a layer"
+            f"{batch / step:.0f} tokens/s; must read {read / 1e9:.2f} GB, {1000 * bound:.2f} ms: "
+            f"{bound / step:.0%} of 4.27 TB/s; {sum(used[batch]) / len(used[batch]):.0f} experts a layer"
         )
-        rows.append(Figure(f"decode step, batch {batch} at {context}", 1000 * seconds, "ms", note=note))
-        print(rows[-1].line(), flush=True)
+        yield Figure(f"decode step, batch {batch} at {context}", 1000 * step, "ms", note=note)
+    ratio = seconds[1, MILLION] / seconds[1, SHORT]
+    yield Figure("decode step at 1M / at 4K, batch 1", ratio, "x", (2.0, 1.6, 1.35))
     hidden = torch.randn(64, policy.config.hidden_size, device="cuda").bfloat16()
     for batch in (1, 64):
-        seconds = times.median(lambda count=batch: policy.logits(hidden[:count]), 9, 3)
+        step = times.median(lambda count=batch: policy.logits(hidden[:count]), 9, 3)
         bound = policy.head.weight.nbytes / BANDWIDTH  # pyright: ignore
-        note = f"{bound / seconds:.0%} of 4.27 TB/s; not part of the steps above"
-        rows.append(Figure(f"head, batch {batch}", 1000 * seconds, "ms", note=note))
-    ratio = rows[3].value / rows[0].value
-    rows.append(Figure("decode step at 1M / at 4K, batch 1", ratio, "x", (2.0, 1.6, 1.35)))
-    return rows
+        note = f"{bound / step:.0%} of 4.27 TB/s; not part of the steps above"
+        yield Figure(f"head, batch {batch}", 1000 * step, "ms", note=note)
 
 
-def _split(policy: Policy) -> list[Figure]:
-    rows = []
+def _split(policy: Policy) -> Iterator[Figure]:
     for batch, context in ((1, SHORT), (1, MILLION), (16, SHORT), (64, SHORT), (64, LONG)):
         cache = cache_of(policy, batch, context)
         step = times.step_alone(policy, cache, fill(policy, cache, batch, context), context)
         parts = times.split(times.launches(step))
         note = ", ".join(f"{name} {value:.2f}" for name, value in parts.items())
-        rows.append(
-            Figure(f"kernels of a step, batch {batch} at {context}", sum(parts.values()), "ms", note=note)
-        )
+        yield Figure(f"kernels of a step, batch {batch} at {context}", sum(parts.values()), "ms", note=note)
         del cache, step
         _clean()
-    return rows
 
 
-SECTIONS: dict[str, Callable[[Policy], list[Figure]]] = {
+SECTIONS: dict[str, Callable[[Policy], Iterator[Figure]]] = {
     "bytes": _bytes,
     "decode": _decode,
     "split": _split,
@@ -214,12 +206,11 @@ def main() -> int:
     print(f"weights: {time.perf_counter() - begin:.0f} s", flush=True)
     for name in names:
         begin = time.perf_counter()
-        found = SECTIONS[name](policy)
-        _clean()
-        figures += found
-        print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
-        for figure in found:
+        for figure in SECTIONS[name](policy):
+            figures.append(figure)
             print(figure.line(), flush=True)
+        _clean()
+        print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
     print("paths:", ", ".join(f"{op} {path}" for op, path in dispatch.paths().items()))
     print(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
     print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}\n")

@@ -169,40 +169,30 @@ def e4m3_scale(codes):
 
 @triton.jit
 def e2m1_words(words):
-    """Eight E2M1 values a 32-bit word -> one bf16 tile for each nibble, lowest first, values * 2**-126."""
+    """Eight E2M1 values a word (`model.quant.weights.as_words`) -> their bf16 tiles, values * 2**-126."""
     if INTERPRET:
         w = words.to(tl.uint32, bitcast=True)
-        n0 = _e2m1_nibble(w)
-        n1 = _e2m1_nibble(w >> 4)
-        n2 = _e2m1_nibble(w >> 8)
-        n3 = _e2m1_nibble(w >> 12)
-        n4 = _e2m1_nibble(w >> 16)
-        n5 = _e2m1_nibble(w >> 20)
-        n6 = _e2m1_nibble(w >> 24)
-        n7 = _e2m1_nibble(w >> 28)
+        n0, n1, n2, n3 = _e2m1_half(w & 0xFFFF)
+        n4, n5, n6, n7 = _e2m1_half(w >> 16)
     else:
-        # Halves of two words side by side; then each nibble of both in turn.
+        # Equal halves of two words side by side.
         n0, n1, n2, n3, n4, n5, n6, n7 = tl.inline_asm_elementwise(
             """{
             .reg .b32 t, x, y;
             prmt.b32 t, $8, $9, 0x5410;
-            shl.b32 x, t, 6; and.b32 x, x, 0x01C001C0;
-            shl.b32 y, t, 12; and.b32 y, y, 0x80008000; or.b32 $0, x, y;
-            shl.b32 x, t, 2; and.b32 x, x, 0x01C001C0;
-            shl.b32 y, t, 8; and.b32 y, y, 0x80008000; or.b32 $1, x, y;
-            shr.b32 x, t, 2; and.b32 x, x, 0x01C001C0;
-            shl.b32 y, t, 4; and.b32 y, y, 0x80008000; or.b32 $2, x, y;
-            shr.b32 x, t, 6; and.b32 x, x, 0x01C001C0;
-            and.b32 y, t, 0x80008000; or.b32 $3, x, y;
+            and.b32 $0, t, 0x81C081C0;
+            shl.b32 x, t, 3; and.b32 $1, x, 0x81C081C0;
+            shl.b32 x, t, 6; and.b32 $2, x, 0x81C081C0;
+            shl.b32 x, t, 1; and.b32 x, x, 0x80008000;
+            shr.b32 y, t, 5; and.b32 y, y, 0x01000100; or.b32 x, x, y;
+            shr.b32 y, t, 4; and.b32 y, y, 0x00C000C0; or.b32 $3, x, y;
             prmt.b32 t, $8, $9, 0x7632;
-            shl.b32 x, t, 6; and.b32 x, x, 0x01C001C0;
-            shl.b32 y, t, 12; and.b32 y, y, 0x80008000; or.b32 $4, x, y;
-            shl.b32 x, t, 2; and.b32 x, x, 0x01C001C0;
-            shl.b32 y, t, 8; and.b32 y, y, 0x80008000; or.b32 $5, x, y;
-            shr.b32 x, t, 2; and.b32 x, x, 0x01C001C0;
-            shl.b32 y, t, 4; and.b32 y, y, 0x80008000; or.b32 $6, x, y;
-            shr.b32 x, t, 6; and.b32 x, x, 0x01C001C0;
-            and.b32 y, t, 0x80008000; or.b32 $7, x, y;
+            and.b32 $4, t, 0x81C081C0;
+            shl.b32 x, t, 3; and.b32 $5, x, 0x81C081C0;
+            shl.b32 x, t, 6; and.b32 $6, x, 0x81C081C0;
+            shl.b32 x, t, 1; and.b32 x, x, 0x80008000;
+            shr.b32 y, t, 5; and.b32 y, y, 0x01000100; or.b32 x, x, y;
+            shr.b32 y, t, 4; and.b32 y, y, 0x00C000C0; or.b32 $7, x, y;
             }""",
             "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
             [words],
@@ -217,9 +207,15 @@ def e2m1_words(words):
 
 
 @triton.jit
-def _e2m1_nibble(w):
-    """The lowest nibble of each word as bf16 * 2**-126."""
-    return _bf16_bits((((w & 7) << 6) | ((w & 8) << 12)).to(tl.uint16))
+def _e2m1_half(h):
+    """The four values of 16 bits."""
+    last = ((h << 1) & 0x8000) | ((h >> 5) & 0x0100) | ((h >> 4) & 0x00C0)
+    return (
+        _bf16_bits((h & 0x81C0).to(tl.uint16)),
+        _bf16_bits(((h << 3) & 0x81C0).to(tl.uint16)),
+        _bf16_bits(((h << 6) & 0x81C0).to(tl.uint16)),
+        _bf16_bits(last.to(tl.uint16)),
+    )
 
 
 @triton.jit

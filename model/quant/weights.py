@@ -42,18 +42,25 @@ def decode_fp4(packed: Tensor, scale: Tensor) -> Tensor:
 
 
 def as_words(packed: Tensor) -> Tensor:
-    """Packed bytes [..., n] in another order: nibble i of word j of a block of 32 holds column 4 i + j.
+    """Packed bytes [..., n] in the order that kernels decode with the fewest operations.
 
-    A kernel that decodes one nibble of neighbouring words then gets neighbouring columns.
+    Of a block of 32 columns, half h of word j holds columns 16 h + 4 i + j, i = 0 .. 3. Columns 0, 1 and 2 of
+    a half stand as bf16 has its sign and its middle bits, shifted right by 0, 3 and 6; column 3 takes the
+    bits that are left.
     """
-    codes = e2m1.unpack(packed.view(torch.uint8)).unflatten(-1, (-1, 4, 2, 4))
-    return (codes[..., 0, :] | (codes[..., 1, :] << 4)).transpose(-1, -2).flatten(-3)
+    codes = e2m1.unpack(packed.view(torch.uint8)).to(torch.int16).unflatten(-1, (-1, 2, 4, 4))
+    a, b, c, d = codes.unbind(-2)
+    halves = ((a & 7) << 6) | ((b & 7) << 3) | (c & 7) | ((d & 3) << 10) | ((d & 12) << 11)
+    halves |= ((a >> 3) << 15) | ((b & 8) << 9) | ((c & 8) << 6)
+    return halves.transpose(-1, -2).contiguous().view(torch.uint8).flatten(-3)
 
 
 def as_pairs(words: Tensor) -> Tensor:
     """The inverse of `as_words`: the published order."""
-    blocks = words.unflatten(-1, (-1, 4, 4)).transpose(-1, -2)
-    return e2m1.pack(torch.stack([blocks & 15, blocks >> 4], dim=-2).flatten(-4))
+    halves = words.contiguous().view(torch.int16).unflatten(-1, (-1, 4, 2)).transpose(-1, -2)
+    a, b = ((halves >> 12) & 8) | ((halves >> 6) & 7), ((halves >> 9) & 8) | ((halves >> 3) & 7)
+    c, d = ((halves >> 6) & 8) | (halves & 7), ((halves >> 11) & 12) | ((halves >> 10) & 3)
+    return e2m1.pack(torch.stack([a, b, c, d], dim=-2).to(torch.uint8).flatten(-4))
 
 
 def encode_fp4(weight: Tensor) -> tuple[Tensor, Tensor]:

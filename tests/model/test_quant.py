@@ -88,9 +88,12 @@ def test_stored_weights_decode_to_the_values_they_were_encoded_from(rows, column
 
 def test_the_order_in_words_holds_the_same_codes():
     packed = torch.randint(0, 256, (3, 5, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    words = as_words(packed).view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-    codes = e2m1.unpack(packed)
-    for word, nibble in ((0, 0), (1, 5), (5, 3), (15, 7)):
-        column = word // 4 * 32 + 4 * nibble + word % 4
-        assert torch.equal((words[..., word] >> (4 * nibble)) & 15, codes[..., column].long())
-    assert torch.equal(as_pairs(as_words(packed)), packed)
+    words = as_words(packed)
+    assert words.shape == packed.shape and words.dtype is torch.uint8
+    halves, codes = words.view(torch.int16).int() & 0xFFFF, e2m1.unpack(packed).int()
+    for word, half in ((0, 0), (1, 1), (5, 0), (15, 1)):
+        bits, first = halves[..., 2 * word + half], word // 4 * 32 + 16 * half + word % 4
+        for column, shift in ((0, 0), (4, 3), (8, 6)):
+            found = codes[..., first + column]
+            assert torch.equal((bits << shift) & 0x81C0, (found >> 3 << 15) | (found % 8 << 6))
+    assert torch.equal(as_pairs(words), packed)

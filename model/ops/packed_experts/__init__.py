@@ -54,7 +54,9 @@ def packed_experts(
     if use_kernel("packed_experts", x):
         from model.ops.packed_experts import chunks, triton
 
-        if len(x) >= chunks.TOKENS and not exact:
-            return chunks.packed_experts(x, w13, w2, weights, plan, limit=limit, rounded=rounded)
+        narrow = width % triton.WIDTHS != 0 or second[2] % triton.WIDTHS != 0
+        if narrow or (len(x) >= chunks.TOKENS and not exact):
+            options = {"limit": limit, "rounded": rounded, "at_once": None if narrow else chunks.AT_ONCE}
+            return chunks.packed_experts(x, w13, w2, weights, plan, **options)
         return triton.packed_experts(x, w13, w2, weights, plan, limit=limit, rounded=rounded, exact=exact)
     return reference.packed_experts(x, w13, w2, weights, plan, limit=limit, rounded=rounded)

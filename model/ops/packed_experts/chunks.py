@@ -13,28 +13,42 @@ from model.ops.packed_experts.stack import Stack
 from model.ops.packed_experts.triton import unpack
 from model.quant.blocks import round_activation
 
-TOKENS = 4096
+TOKENS = 8192
 """From so many tokens on this is faster than decoding in registers."""
-_AT_ONCE = 32
+AT_ONCE = 32
 """Matrices: 1.5 GB of them at the released widths."""
 
 
 def packed_experts(
-    x: Tensor, w13: Stack, w2: Stack, weights: Tensor, plan: Plan, *, limit: float, rounded: bool
+    x: Tensor,
+    w13: Stack,
+    w2: Stack,
+    weights: Tensor,
+    plan: Plan,
+    *,
+    limit: float,
+    rounded: bool,
+    at_once: int | None = AT_ONCE,
 ) -> Tensor:
-    """See `model.ops.packed_experts.packed_experts`."""
-    bounds = [0, *plan.ends.tolist()]
+    """See `model.ops.packed_experts.packed_experts`.
+
+    `at_once` matrices are unpacked for one product; None: all, and no number has to come to the host, which a
+    captured graph could not wait for (small policies, whose widths the other kernel does not take).
+    """
     rows = (round_activation(x) if rounded else x).index_select(0, plan.tokens)
-    active = swiglu(_product(rows, w13, plan, bounds), weights, plan, limit=limit)
-    return _product(round_activation(active) if rounded else active, w2, plan, bounds)
+    bounds = None if at_once is None else [0, *plan.ends.tolist()]
+    active = swiglu(_product(rows, w13, plan, bounds, at_once), weights, plan, limit=limit)
+    return _product(round_activation(active) if rounded else active, w2, plan, bounds, at_once)
 
 
-def _product(x: Tensor, stack: Stack, plan: Plan, bounds: list[int]) -> Tensor:
+def _product(x: Tensor, stack: Stack, plan: Plan, bounds: list[int] | None, at_once: int | None) -> Tensor:
+    if bounds is None or at_once is None:
+        return grouped(x, torch.cat([unpack(stack.codes, stack.scales), stack.plain]), plan.ends)
     groups, columns, _ = stack.shape
     routed = len(stack.codes)
     out = torch.empty((len(x), columns), dtype=x.dtype, device=x.device)
-    for first in range(0, routed, _AT_ONCE):
-        last = min(first + _AT_ONCE, routed)
+    for first in range(0, routed, at_once):
+        last = min(first + at_once, routed)
         begin, end = bounds[first], bounds[last]
         if begin < end:
             matrices = unpack(stack.codes[first:last], stack.scales[first:last])

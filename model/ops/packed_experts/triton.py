@@ -41,16 +41,20 @@ class Tile:
     stages: int
 
 
-# Chosen by the number of tokens alone, never by where they went; exact mode has one for all.
+# Chosen by the number of tokens alone, never by where they went; exact mode has one for all, for decoding.
+ALONE = Tile(rows=8, columns=64, depth=256, warps=4, stages=4)
 FEW = Tile(rows=8, columns=128, depth=256, warps=4, stages=3)
+SOME = Tile(rows=16, columns=128, depth=256, warps=4, stages=3)
 MANY = Tile(rows=32, columns=128, depth=128, warps=4, stages=3)
-EXACT = MANY
-_FEW_TOKENS = 256
+EXACT = FEW
+_UP_TO = ((4, ALONE), (512, FEW), (1536, SOME))
+WIDTHS = 128
+"""Matrices must have a multiple of so many columns: 16 words, the least depth of a product."""
 
 
 def tile_of(tokens: int, exact: bool) -> Tile:
     """The tile that serves a number of tokens."""
-    return EXACT if exact else FEW if tokens <= _FEW_TOKENS else MANY
+    return EXACT if exact else next((tile for most, tile in _UP_TO if tokens <= most), MANY)
 
 
 @triton.jit
@@ -61,8 +65,8 @@ def _nibble(acc, x, values, scale, COLUMNS: tl.constexpr, WORDS: tl.constexpr):
 
 
 @triton.jit
-def _tile_rows(ends, groups, GP: tl.constexpr, ROWS: tl.constexpr):
-    """Group of this program's tile, its first row and the group's end; -1 where there is no such tile.
+def _tile_rows(tile, ends, groups, GP: tl.constexpr, ROWS: tl.constexpr):
+    """Group of a tile, its first row and the group's end; -1 where there is no such tile.
 
     Tiles are counted from the last group: shared experts, whose matrices are larger, begin first.
     """
@@ -71,7 +75,7 @@ def _tile_rows(ends, groups, GP: tl.constexpr, ROWS: tl.constexpr):
     first = tl.load(ends + e - 1, mask=(e > 0) & (e < groups), other=0)
     tiles = tl.where(e < groups, (last - first + ROWS - 1) // ROWS, 0)
     upto = tl.cumsum(tiles, 0)
-    t = tl.sum(tiles, 0) - 1 - tl.program_id(1)
+    t = tl.sum(tiles, 0) - 1 - tile
     g = tl.sum((upto <= t).to(tl.int32), 0)
     here = e == g
     begin = tl.sum(tl.where(here, first + (t - upto + tiles) * ROWS, 0), 0)
@@ -85,7 +89,10 @@ def _expert_product(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """Rows of an expert times its matrix; PAIR: gathered tokens times gate and up, activated and weighted."""
-    g, begin, end = _tile_rows(ends, groups, GP, ROWS)
+    # Rows of gate and up take turns, so that both are one tile.
+    WIDE: tl.constexpr = COLUMNS // 2 if PAIR else COLUMNS
+    strip = tl.program_id(0) % (N // WIDE) * WIDE
+    g, begin, end = _tile_rows(tl.program_id(0) // (N // WIDE), ends, groups, GP, ROWS)
     if g < 0:
         return
     row = begin + tl.arange(0, ROWS)
@@ -95,9 +102,7 @@ def _expert_product(
         source = tl.load(tokens + source)
     line = source.to(tl.int64)[:, None]
     c = tl.arange(0, COLUMNS)
-    # Rows of gate and up take turns, so that both are one tile.
-    WIDE: tl.constexpr = COLUMNS // 2 if PAIR else COLUMNS
-    n = tl.program_id(0) * WIDE + (c // 2 + c % 2 * N if PAIR else c)
+    n = strip + (c // 2 + c % 2 * N if PAIR else c)
     acc = tl.zeros((COLUMNS, ROWS), tl.float32)
     if g < E:
         matrix = (g.to(tl.int64) * (N * 2 if PAIR else N) + n)[:, None]
@@ -136,7 +141,7 @@ def _expert_product(
         gate = tl.minimum(round_bf16(gate).to(tl.float32), limit)
         up = tl.minimum(tl.maximum(round_bf16(up).to(tl.float32), -limit), limit)
         result = gate / (1.0 + tl.exp(-gate)) * up * factor[:, None]
-    column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
+    column = strip + tl.arange(0, WIDE)
     target = out + row.to(tl.int64)[:, None] * N + column[None, :]
     tl.store(target, round_bf16(result).to(out.dtype.element_ty), mask=inside[:, None])
 
@@ -176,7 +181,7 @@ def product(
     plain = max(16, step // (4 if tile.rows < 32 else 2))
     # At most one tile begun for each group that has rows, and the whole ones.
     tiles = min(items, groups) + items // tile.rows
-    _expert_product[(rows // wide, tiles)](
+    _expert_product[(tiles * (rows // wide),)](
         x, stack.codes.view(torch.int32), stack.scales, stack.plain, plan.tokens, plan.place, weights,
         plan.ends, out, limit, groups, E=len(stack.codes), GP=triton.next_power_of_2(groups),
         K=weights.shape[1], KS=plan.place.shape[1], D=depth, N=columns, PAIR=pair, ROWS=tile.rows,

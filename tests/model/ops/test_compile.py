@@ -337,7 +337,9 @@ CASES = {
     "experts": _experts,
     "experts_products": _expert_products,
     "experts_few": _few_experts,
+    "packed_experts_alone": lambda c: _packed_experts(c, 1, False),
     "packed_experts_few": lambda c: _packed_experts(c, 64, False),
+    "packed_experts_some": lambda c: _packed_experts(c, 1024, False),
     "packed_experts_many": lambda c: _packed_experts(c, T, False),
     "packed_experts_exact": lambda c: _packed_experts(c, 64, True),
     "packed_experts_unpacked": lambda c: c(

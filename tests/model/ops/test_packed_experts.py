@@ -20,7 +20,7 @@ def stack(experts: int, shared: int, rows: int, columns: int, scale: float = 0.1
     return Stack(as_words(codes).view(experts, rows, -1), scales.view(experts, rows, -1), plain)
 
 
-def problem(tokens=21, experts=6, chosen=2, width=64, inner=64):
+def problem(tokens=21, experts=6, chosen=2, width=128, inner=128):
     """Arguments of the operation; expert 1 gets nothing."""
     torch.manual_seed(0)
     ids = torch.stack([torch.randperm(experts)[:chosen] for _ in range(tokens)])
@@ -40,7 +40,7 @@ def test_the_kernel_equals_its_definition(interpreted, rounded):
     from model.ops.packed_experts.triton import Tile
 
     arguments = problem()
-    tiles = (Tile(16, 64, 64, 4, 2), Tile(16, 32, 32, 4, 2))
+    tiles = (Tile(16, 64, 128, 4, 2), Tile(8, 32, 128, 4, 2))
     options = {"limit": 0.5, "rounded": rounded}
     got = interpreted(
         "model.ops.packed_experts.triton", "packed_experts", *arguments, **options, exact=False, tiles=tiles
@@ -64,11 +64,13 @@ def test_chunks_of_unpacked_experts_equal_the_definition(monkeypatch):
         return torch.stack([Stack(codes, scales, zeros).matrix(n) for n in range(len(codes))])
 
     monkeypatch.setattr(chunks, "unpack", unpack)
-    monkeypatch.setattr(chunks, "_AT_ONCE", 4)
     arguments = problem()
     for rounded in (False, True):
-        got = chunks.packed_experts(*arguments, limit=0.5, rounded=rounded)
-        assert torch.equal(got, reference.packed_experts(*arguments, limit=0.5, rounded=rounded))
+        options = {"limit": 0.5, "rounded": rounded}
+        expected = reference.packed_experts(*arguments, **options)
+        for at_once in (4, None):
+            got = chunks.packed_experts(*arguments, **options, at_once=at_once)
+            assert torch.equal(got, expected)
 
 
 def test_the_definition_decodes_each_matrix():
@@ -97,4 +99,4 @@ def test_shapes_that_do_not_belong_together_are_refused():
     with pytest.raises(ValueError, match="do not belong together"):
         packed_experts(x, replace(w13, scales=w13.scales[..., :1]), w2, weights, plan, limit=0.5)
     with pytest.raises(ValueError, match="do not belong together"):
-        packed_experts(x[:, :32], w13, w2, weights, plan, limit=0.5)
+        packed_experts(x[:, :64], w13, w2, weights, plan, limit=0.5)
