@@ -43,7 +43,7 @@ def packed_experts(
 
 def _product(x: Tensor, stack: Stack, plan: Plan, bounds: list[int] | None, at_once: int | None) -> Tensor:
     if bounds is None or at_once is None:
-        return grouped(x, torch.cat([unpack(stack.codes, stack.scales), stack.plain]), plan.ends)
+        return grouped(x, torch.cat([unpack(stack.codes, stack.scales), stack.plain]), plan)
     groups, columns, _ = stack.shape
     routed = len(stack.codes)
     out = torch.empty((len(x), columns), dtype=x.dtype, device=x.device)
