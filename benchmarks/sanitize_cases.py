@@ -128,7 +128,7 @@ def index_decoding() -> None:
     chosen = torch.tensor([[0, 5, 16, -1], [2, 3, 20, 21], [-1] * 4], dtype=torch.int32, device="cuda")
     for listed, width in ((None, 301), (blocks, 24)):
         decode_scores(query, weights, records, table, ends, width=width, page_groups=64, blocks=listed)
-        decode_rows(chosen, table, page_groups=64)
+        decode_rows(chosen, table, ends, page_groups=64)
 
 
 def head() -> None:
