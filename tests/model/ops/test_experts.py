@@ -106,7 +106,7 @@ def test_products_of_tokens_and_of_rows(interpreted, tokens):
 
 
 @pytest.mark.parametrize("tokens", [1, 21, 300])
-def test_few_rows_get_the_bits_that_many_get(interpreted, tokens):
+def test_few_tokens_through_their_experts(interpreted, tokens):
     weights, plan = _planned(tokens)
     (w13, w2), x = _matrices(7, 128, 64), torch.randn(tokens, 128).to(BF16)
     got = interpreted(PRODUCT, "few", x, w13, w2, weights, plan, 0.5)
