@@ -183,12 +183,10 @@ def mixture() -> None:
     """Tokens through their experts by steps, and few of them in one go."""
     x, router, bias = _random(21, 256), data.normal(6, 256, scale=0.1), torch.zeros(6, device="cuda")
     w13, w2 = _random(7, 512, 256), _random(7, 256, 256)
-    affinity, ids, weights = experts.route(x, router, bias, chosen=2, factor=1.5)
-    plan = experts.plan_of(ids, 6, 1)
-    active = experts.swiglu(
-        experts.grouped(experts.spread(x, plan), w13, plan.ends), weights, plan, limit=10.0
-    )
-    _back(experts.combine(experts.grouped(active, w2, plan.ends), plan), affinity)
+    affinity, ids, weights, loads = experts.route(x, router, bias, chosen=2, factor=1.5)
+    plan = experts.plan_of(ids, 6, 1, loads)
+    active = experts.activated(x, w13, weights, plan, limit=10.0)
+    _back(experts.combine(experts.grouped(active, w2, plan), plan), affinity)
     experts.plan_of(torch.randint(0, 300, (40, 6), device="cuda"), 300, 1)
     with torch.no_grad():
         assert experts.few_rows(x, w13, w2, weights, plan, limit=10.0) is not None
