@@ -136,7 +136,9 @@ def _shrunk(width: int, height: int, vision: VisionConfig) -> tuple[int, int]:
     if rows < 1:
         return (budget - 1) * side, side
     scale = min(math.floor(columns) * side / width, math.floor(rows) * side / height)
-    return math.floor(width * scale / patch) * patch, math.floor(height * scale / patch) * patch
+    # Where one side binds, the other may come out below a patch.
+    columns, rows = max(math.floor(width * scale / patch), 1), max(math.floor(height * scale / patch), 1)
+    return columns * patch, rows * patch
 
 
 def prepare(

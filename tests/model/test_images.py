@@ -2,6 +2,7 @@
 
 import base64
 import io
+import itertools
 import json
 import math
 import struct
@@ -80,6 +81,13 @@ class TestSizes:
         fitted = fitted_size(width, height, vision)
         assert min(fitted) >= vision.patch_size and all(side % vision.patch_size == 0 for side in fitted)
         assert 4 <= token_count(*fitted, vision) <= vision.max_image_tokens
+
+    @pytest.mark.parametrize("tokens", [7, 11])
+    def test_no_side_is_below_a_patch(self, tokens):
+        vision = replace(VISION, patch_size=4, downsample_ratio=1, max_image_tokens=tokens, min_pixels=1)
+        for width, height in itertools.product(range(1, 60), repeat=2):
+            fitted = fitted_size(width, height, vision)
+            assert min(fitted) >= 4 <= token_count(*fitted, vision) <= tokens, (width, height)
 
     @given(width=st.integers(1, 4000), height=st.integers(1, 4000))
     def test_a_fitted_size_is_its_own_fit(self, width, height):
