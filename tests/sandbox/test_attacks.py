@@ -237,11 +237,11 @@ print(found <= 2)  # the word itself
 
 
 async def test_a_python_call_cannot_touch_another(box: RemoteBox) -> None:
-    hold = "import time; open('/tmp/mine', 'w').write('x'); time.sleep(1.5); print(open('/tmp/mine').read())"
+    hold = "import time; open('/tmp/mine', 'w').write('x'); time.sleep(2.5); print(open('/tmp/mine').read())"
     other = asyncio.create_task(box.python(hold))
-    await asyncio.sleep(0.5)
     attack = """
-import os, signal
+import os, signal, time
+while not os.path.lexists('/tmp/mine'): time.sleep(0.02)
 try: os.kill(-1, signal.SIGKILL)
 except OSError: pass
 move = lambda: os.rename('/tmp/mine', '/tmp/x')

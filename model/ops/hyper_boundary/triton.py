@@ -21,7 +21,6 @@ from model.ops.tile import operand, round_bf16
 _LOGITS = 32
 # With no more rows than these, the parts of a projection's sum are programs of their own.
 _FEW_ROWS = 512
-FEW_BLOCK = 16
 
 
 @triton.jit
@@ -298,7 +297,6 @@ def coefficients(
     projection: Tensor,
     base: Tensor,
     scale: Tensor,
-    few: tuple[int, int, int, int] = (FEW_BLOCK, 128, 4, 4),
 ) -> Tensor:
     """Coefficients [T, 24] fp32 of streams [T, 4, d] whose sums of squares are `squares` [T].
 
@@ -310,7 +308,8 @@ def coefficients(
     out = torch.empty((count, 24), dtype=torch.float32, device=streams.device)
     logits = torch.empty((count, _LOGITS), dtype=torch.float32, device=streams.device)
     together = parts == 1 or count > _FEW_ROWS
-    block, step, warps, stages = (64, step, 4, 4) if together else (few[0], min(step, few[1]), *few[2:])
+    # One tile for few and many rows: with 16 rows the card multiplies by other instructions.
+    block = 64
     blocks = triton.cdiv(count, block)
     partial = logits if together else torch.empty(
         (blocks, parts, block, 64), dtype=torch.float32, device=streams.device
@@ -331,8 +330,8 @@ def coefficients(
         DEPTH=step,
         PARTS=parts,
         TOGETHER=together,
-        num_warps=warps,
-        num_stages=stages,
+        num_warps=4,
+        num_stages=4,
     )
     return out
 
