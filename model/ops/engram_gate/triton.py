@@ -14,14 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from model.ops.engram_gate.reference import SMALLEST_DOT
-from model.ops.tile import INTERPRET, LOG2E, round_bf16
+from model.ops.tile import LOG2E, round_bf16
 
 _SMALLEST = tl.constexpr(SMALLEST_DOT)
 BLOCK = 1024
 TOKENS = 256
 """Tokens of one part of the weights' gradient."""
-PAIRS = 512
-"""Pairs of channels that the backward pass handles at once."""
 
 
 @triton.jit
@@ -92,44 +90,6 @@ def _forward(
 
 
 @triton.jit
-def _low(x):
-    """The first of two bf16 in 32 bits, in fp32."""
-    return (x << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _high(x):
-    return (x & -65536).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _pairs(x, s, c, N: tl.constexpr, HALF: tl.constexpr):
-    """Pairs of channels `c` [B] of the streams [S, B] int32."""
-    return tl.load(x + s[:, None] * HALF + c[None, :], mask=(s < N)[:, None] & (c < HALF)[None, :], other=0)
-
-
-@triton.jit
-def _again(x):
-    """The same pairs, of which the compiler does not know that they were unpacked before.
-
-    Else it keeps the unpacked ones, which take twice the registers.
-    """
-    if INTERPRET:
-        y = x
-    else:
-        y = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
-    return y
-
-
-@triton.jit
-def _store_pairs(out, low, high, s, first, N: tl.constexpr, D: tl.constexpr, B: tl.constexpr):
-    c = first * 2 + tl.arange(0, 2 * B)
-    keep = (s < N)[:, None] & (c < D)[None, :]
-    pairs = round_bf16(tl.interleave(low, high)).to(out.dtype.element_ty)
-    tl.store(out + s[:, None] * D + c[None, :], pairs, mask=keep)
-
-
-@triton.jit
 def _backward(
     streams,
     projected,
@@ -147,62 +107,41 @@ def _backward(
     B: tl.constexpr,
     HAS_TEXT: tl.constexpr,
 ):
-    """What a token needs stays in registers as pairs of bf16 while the sums over all of it are made."""
-    HALF: tl.constexpr = D // 2
     token = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, S)
-    streams += token * N * HALF
-    grad += token * N * HALF
-    projected += token * (N + 1) * HALF
-    squares = tl.zeros((S, B), tl.float32)
-    key_squares = tl.zeros((S, B), tl.float32)
-    dots = tl.zeros((S, B), tl.float32)
-    felt = tl.zeros((S, B), tl.float32)
-    held = ()
-    for first in tl.static_range(0, HALF, B):
+    squares, key_squares, dots = _sums(streams, projected, q_weight, k_weight, s, token, N, D, S, B)
+    r, r_key, dot, root, gate = _gates(squares, key_squares, dots, eps, D)
+    felt = tl.zeros((S,), tl.float32)
+    for first in tl.range(0, D, B):
         c = first + tl.arange(0, B)
-        x = _pairs(streams, s, c, N, HALF)
-        k = _pairs(projected, s, c, N, HALF)
-        g = _pairs(grad, s, c, N, HALF)
-        held = held + ((x, k, g),)  # noqa: RUF005
-    for first in tl.static_range(0, HALF, B):
-        c = first + tl.arange(0, B)
-        x, k, g = held[first // B]
-        value = tl.load(projected + N * HALF + c, mask=c < HALF, other=0)[None, :]
-        wq = _pairs(q_weight, s, c, N, HALF)
-        wk = _pairs(k_weight, s, c, N, HALF)
-        squares += _low(x) * _low(x) + _high(x) * _high(x)
-        key_squares += _low(k) * _low(k) + _high(k) * _high(k)
-        dots += _low(x) * _low(k) * (_low(wq) * _low(wk)) + _high(x) * _high(k) * (_high(wq) * _high(wk))
-        felt += _low(g) * _low(value) + _high(g) * _high(value)
-    r, r_key, dot, root, gate = _gates(tl.sum(squares, 1), tl.sum(key_squares, 1), tl.sum(dots, 1), eps, D)
-    slope = tl.sum(felt, 1) * gate * (1.0 - gate) * tl.where(tl.abs(dot) >= _SMALLEST, 0.5 / root, 0.0)
+        keep = (s < N)[:, None] & (c < D)[None, :]
+        g = _load(grad, token * N * D + s[:, None] * D + c[None, :], keep)
+        value = _load(projected, token * (N + 1) * D + N * D + c, c < D)
+        felt += tl.sum(g * value[None, :], 1)
+    slope = felt * gate * (1.0 - gate) * tl.where(tl.abs(dot) >= _SMALLEST, 0.5 / root, 0.0)
     if HAS_TEXT:
         takes = tl.load(text + token).to(tl.float32)
         slope *= takes
         gate *= takes
     through = slope * r * r_key * (1.0 / tl.sqrt(D * 1.0))
     tl.store(slopes + token * N + s, through, mask=s < N)
-    shrink = (slope * dot * r * r * (1.0 / D))[:, None]
-    shrink_key = (slope * dot * r_key * r_key * (1.0 / D))[:, None]
-    grad_streams += token * N * D
-    grad_projected += token * (N + 1) * D
-    for first in tl.static_range(0, HALF, B):
+    shrink = slope * dot * r * r * (1.0 / D)
+    shrink_key = slope * dot * r_key * r_key * (1.0 / D)
+    for first in tl.range(0, D, B):
         c = first + tl.arange(0, B)
-        x, k, g = held[first // B]
-        x, k, g = _again(x), _again(k), _again(g)
-        wq = _pairs(q_weight, s, c, N, HALF)
-        wk = _pairs(k_weight, s, c, N, HALF)
-        low = _low(wq) * _low(wk) * through[:, None]
-        high = _high(wq) * _high(wk) * through[:, None]
-        dx = _low(g) + _low(k) * low - shrink * _low(x), _high(g) + _high(k) * high - shrink * _high(x)
-        dk = _low(x) * low - shrink_key * _low(k), _high(x) * high - shrink_key * _high(k)
-        _store_pairs(grad_streams, dx[0], dx[1], s, first, N, D, B)
-        _store_pairs(grad_projected, dk[0], dk[1], s, first, N, D, B)
-        dv = tl.sum(tl.interleave(_low(g) * gate[:, None], _high(g) * gate[:, None]), 0)
-        c = first * 2 + tl.arange(0, 2 * B)
-        value = round_bf16(dv).to(grad_projected.dtype.element_ty)
-        tl.store(grad_projected + N * D + c, value, mask=c < D)
+        at = s[:, None] * D + c[None, :]
+        keep = (s < N)[:, None] & (c < D)[None, :]
+        x = _load(streams, token * N * D + at, keep)
+        k = _load(projected, token * (N + 1) * D + at, keep)
+        w = _load(q_weight, at, keep) * _load(k_weight, at, keep)
+        g = _load(grad, token * N * D + at, keep)
+        dx = g + through[:, None] * k * w - shrink[:, None] * x
+        dk = through[:, None] * x * w - shrink_key[:, None] * k
+        dv = tl.sum(g * gate[:, None], 0)
+        kind = grad_streams.dtype.element_ty
+        tl.store(grad_streams + token * N * D + at, round_bf16(dx).to(kind), mask=keep)
+        tl.store(grad_projected + token * (N + 1) * D + at, round_bf16(dk).to(kind), mask=keep)
+        tl.store(grad_projected + token * (N + 1) * D + N * D + c, round_bf16(dv).to(kind), mask=c < D)
 
 
 @triton.jit
@@ -270,17 +209,19 @@ def backward(
     slopes = torch.empty((count, n), dtype=torch.float32, device=streams.device)
     if not count:
         return grad_streams, grad_projected, slopes.new_zeros(n, width)
-    shape = _shape(streams, text)
-    pairs = (x.view(torch.int32) for x in (streams, projected, q_weight, k_weight))
+    mask = streams if text is None else text
     _backward[(count,)](
-        *pairs,
-        slopes if text is None else text,
-        grad.view(torch.int32),
+        streams,
+        projected,
+        q_weight,
+        k_weight,
+        mask,
+        grad,
         grad_streams,
         grad_projected,
         slopes,
         eps,
-        **shape | {"B": min(PAIRS, shape["B"] // 2), "num_warps": 8},
+        **_shape(streams, text),
     )
     parts = triton.cdiv(count, TOKENS)
     partial = torch.empty((parts, n, width), dtype=torch.float32, device=streams.device)
