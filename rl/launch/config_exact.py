@@ -26,7 +26,7 @@ OPEN: dict[Device, str] = {
     "cuda": "on a GPU single tokens of decoding still differ in their last bits "
     "(`benchmarks.model_gpu --parts exact,turns` has to show 0)"
 }
-"""Where exact mode does not keep its promise so far, and how that is known: it is nowhere the default there."""
+"""Where exact mode does not keep its promise so far, and how that is known: it is not the default there."""
 
 
 @dataclass(frozen=True, slots=True)
