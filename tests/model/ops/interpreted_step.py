@@ -1,0 +1,55 @@
+"""A policy in exact mode, all of it on interpreted kernels: training, prefill and decode steps, bit by bit.
+
+Products are summed in float64 and rounded once a step of a kernel, as their order on a processor's library is
+not a kernel's; all else is what the kernels say. Prints where a result differs from that of training.
+"""
+
+import sys
+from dataclasses import replace
+
+import numpy as np
+import torch
+from triton.runtime import interpreter
+
+from model.ops import dispatch
+
+
+def _dot(self, a, b, d, *_):
+    product = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64)) + d.data.astype(np.float64)
+    return interpreter.TensorHandle(product.astype(d.data.dtype), d.dtype.scalar)
+
+
+def _everywhere(op, tensor, **_):
+    dispatch.note(op, "triton")
+    return True
+
+
+def main(tokens: int, prompt: int) -> None:
+    """`tokens` of a document, the first `prompt` of them as a prompt and the others one at a time."""
+    interpreter.InterpreterBuilder.create_dot = _dot
+    dispatch.use_kernel = _everywhere
+    from model.policy import PackedTokens, Policy
+    from model.presets import NANO
+
+    shape = replace(NANO, num_attention_heads=16, head_dim=64, index_head_dim=64, hc_sinkhorn_iters=20)
+    policy = Policy(
+        replace(shape, dtype="bfloat16", index_topk=4, sliding_window=8, candidate_topk_blocks=64)
+    )
+    policy.reset_parameters(3)
+    policy.fake_quant = policy.exact = True
+    ids = torch.randint(0, 64, (tokens,), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), dispatch.fused_everywhere():
+        trained = policy(PackedTokens(ids, torch.tensor([0, tokens]))).hidden
+        cache = policy.new_cache(1, 64, storage="packed")
+        slot = torch.tensor([cache.allocate()])
+        differing = []
+        for begin, end in [(0, prompt), *((at, at + 1) for at in range(prompt, tokens))]:
+            hidden = policy.extend(cache, slot, ids[None, begin:end], torch.tensor([end - begin]))
+            if not torch.equal(hidden[0], trained[end - 1]):
+                differing.append(end - 1)
+    print("differing", differing, "spread", f"{trained.float().std().item():.2f}")
+    print("kernels", " ".join(sorted(op for op, path in dispatch.paths().items() if path == "triton")))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
