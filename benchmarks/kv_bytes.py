@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from model.cache.page_file import HEADER_BYTES
 from model.cache.policy_cache import PolicyCache
@@ -77,6 +78,35 @@ def measure(config: PolicyConfig) -> CacheBytes:
         cache.tail.nbytes,
         cache.pages.page_tokens,
     )
+
+
+def growth(config: PolicyConfig, device: torch.device) -> float:
+    """Bytes a token by which a packed cache on `device` grows: its keys, and its share of the page table.
+
+    Buffers are counted, not the blocks of an allocator, which can exceed them by a MiB each.
+    """
+    dtype, (short, long) = getattr(torch, config.dtype), LENGTHS[:2]
+    sizes = [allocated(PolicyCache(config, 1, tokens, dtype, device, "packed")) for tokens in (short, long)]
+    return (sizes[1] - sizes[0]) / (long - short)
+
+
+def allocated(cache: PolicyCache) -> int:
+    """Bytes of all buffers that a cache holds, whoever of its parts holds them, each counted once."""
+    buffers, seen, found = dict[int, int](), set[int](), list[object]([cache])
+    while found:
+        part = found.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, Tensor):
+            buffers[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
+        elif isinstance(part, dict):
+            found += part.values()
+        elif isinstance(part, list | tuple):
+            found += part
+        else:
+            found += getattr(part, "__dict__", {}).values()
+    return sum(buffers.values())
 
 
 def print_lengths(sizes: CacheBytes) -> None:

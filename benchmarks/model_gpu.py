@@ -11,178 +11,108 @@ lines are a table of figures with what must be reached; the exit status is 1 whe
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from benchmarks import model_gpu_parity as parity
 from benchmarks import model_gpu_peer as peer
+from benchmarks import model_gpu_report as report
 from benchmarks import model_gpu_times as times
 from benchmarks import model_gpu_turns as turns
+from benchmarks.model_gpu_report import LONG, MILLION, SHORT, Figure, clean, sites
 from benchmarks.model_gpu_setup import cache_of, fill, policy_on_gpu
 from model.ops import dispatch
 from model.policy import Policy
 
 PEAK = 989e12
 """Dense bf16 operations a second by the datasheet, which utilisation refers to."""
-LONG, SHORT, MILLION = 65536, 4096, 1 << 20
 
 
-@dataclass
-class Figure:
-    """One line of the table; `targets` are must, good and stretch."""
-
-    what: str
-    value: float
-    unit: str = ""
-    targets: tuple[float, float, float] | None = None
-    least: bool = False
-    """Whether the value must be at least the target; otherwise at most."""
-    note: str = ""
-
-    @property
-    def reached(self) -> str:
-        """The best target that is met."""
-        if self.targets is None:
-            return "-"
-        met = [self.value >= t if self.least else self.value <= t for t in self.targets]
-        names = [name for name, ok in zip(("must", "good", "stretch"), met, strict=True) if ok]
-        return names[-1] if names else "MISSED"
-
-    def line(self) -> str:
-        """A row of the Markdown table."""
-        targets = "-" if self.targets is None else " / ".join(f"{t:g}" for t in self.targets)
-        return f"| {self.what} | {self.value:.4g} {self.unit} | {targets} | {self.reached} | {self.note} |"
-
-
-def _clean() -> None:
-    """Caches and the graphs over them hold each other: only the collector frees them."""
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-def _parity(policy: Policy) -> list[Figure]:
-    rows = []
+def _parity(policy: Policy) -> Iterator[Figure]:
     for quantised, bound in ((False, 0.03), (True, 0.10)):
         policy.fake_quant = quantised
         errors = parity.forward(policy, [1500, 300, 236])
-        sites = {k: v for k, v in errors.items() if k.endswith(("attn_out", "ffn_out"))}
-        worst = max(sites, key=lambda name: sites[name])
+        layers = sites(errors)
+        worst = max(layers, key=lambda name: layers[name])
         name = "keys rounded" if quantised else "keys not rounded"
-        note = f"worst {worst}; first layer {sites['layers.0.attn_out']:.2g}, hidden {errors['hidden']:.2g}"
-        rows.append(Figure(f"layer error, training pass, {name}", sites[worst], "", (bound,) * 3, note=note))
+        note = f"worst {worst}; first layer {layers['layers.0.attn_out']:.2g}, hidden {errors['hidden']:.2g}"
+        yield Figure(f"layer error, training pass, {name}", layers[worst], "", (bound,) * 3, note=note)
     for context in (8192, MILLION):
         errors = parity.at_context(policy, context)
-        sites = {k: v for k, v in errors.items() if k.endswith(("attn_out", "ffn_out"))}
         step = errors["decode step against prefill"]
-        note = f"hidden {errors['hidden']:.2g}"
-        rows += [
-            Figure(f"layer error, one token at {context}", max(sites.values()), "", (0.03,) * 3, note=note),
-            Figure(f"decode step - prefill at {context}, exact mode", step, "", (0, 0, 0)),
-        ]
-    return rows
+        note, error = f"hidden {errors['hidden']:.2g}", max(sites(errors).values())
+        yield Figure(f"layer error, one token at {context}", error, "", (0.03,) * 3, note=note)
+        yield Figure(f"decode step - prefill at {context}, exact mode", step, "", (0, 0, 0))
 
 
-def _exact(policy: Policy) -> list[Figure]:
-    rows = [
-        Figure(f"max difference of log-probability, {name}", value, "", (0, 0, 0))
-        for name, value in parity.exact(policy).items()
-    ]
+def _exact(policy: Policy) -> Iterator[Figure]:
+    for name, value in parity.exact(policy).items():
+        yield Figure(f"max difference of log-probability, {name}", value, "", (0, 0, 0))
     sampler, trainer = [], []
     for exact in (False, True):
         policy.exact = exact
         sampler.append(times.decode(policy, 64, SHORT))
-        _clean()
+        clean()
         trainer.append(times.train_step(policy, 8192, 8))
-        _clean()
+        clean()
     policy.exact = False
     targets = (1.25, 1.1, 1.05)
-    note = f"{1000 * sampler[1]:.2f} ms, fast {1000 * sampler[0]:.2f}"
-    rows.append(
-        Figure("exact / fast, sampler step, batch 64", sampler[1] / sampler[0], "x", targets, note=note)
-    )
-    note = f"{1000 * trainer[1]:.0f} ms, fast {1000 * trainer[0]:.0f}"
-    rows.append(Figure("exact / fast, training step", trainer[1] / trainer[0], "x", targets, note=note))
-    return rows
+    note, ratio = f"{1000 * sampler[1]:.2f} ms, fast {1000 * sampler[0]:.2f}", sampler[1] / sampler[0]
+    yield Figure("exact / fast, sampler step, batch 64", ratio, "x", targets, note=note)
+    note, ratio = f"{1000 * trainer[1]:.0f} ms, fast {1000 * trainer[0]:.0f}", trainer[1] / trainer[0]
+    yield Figure("exact / fast, training step", ratio, "x", targets, note=note)
 
 
-def _turns(policy: Policy) -> list[Figure]:
-    rows, window = [], policy.config.sliding_window
+def _turns(policy: Policy) -> Iterator[Figure]:
+    window = policy.config.sliding_window
     results = (0, 1, window - 1, window, window + 1, 3 * window)
     for replay in ("bounded", "exact", "off"):
         for disturbance in turns.DISTURBANCES:
             found = turns.play(policy, replay, disturbance, results)
             note = f"{found.claimed} of {found.tokens} tokens claimed, {found.replays} windows began anew"
             name = f"max difference over turns, replay {replay}, {disturbance}"
-            rows.append(Figure(name, found.largest, "", (0, 0, 0), note=note))
-            _clean()
+            yield Figure(name, found.largest, "", (0, 0, 0), note=note)
+            clean()
     policy.exact = False
-    return rows
 
 
-def _prefill(policy: Policy) -> list[Figure]:
+def _prefill(policy: Policy) -> Iterator[Figure]:
     half, whole = times.prefill(policy, LONG, 128), times.prefill(policy, LONG, None)
     note = f"{LONG / half:.0f} against {LONG / whole:.0f} tokens/s"
-    rows = [
-        Figure("prefill of 64K, all layers / encoder alone", whole / half, "x", (1.7, 1.85, 1.95), True, note)
-    ]
+    name = "prefill of 64K, all layers / encoder alone"
+    yield Figure(name, whole / half, "x", (1.7, 1.85, 1.95), True, note)
     for tokens in (8192, 32768):
         found = _of_peer(policy, lambda model, tokens=tokens: peer.prefill(model, tokens))
         for decoded, name in ((128, "decoder at its end"), (None, "all layers")):
-            _clean()
+            clean()
             torch.cuda.reset_peak_memory_stats()
             seconds = times.prefill(policy, tokens, decoded)
             memory = torch.cuda.max_memory_allocated() / 2**30
-            rows.append(_against(f"prefill at {tokens}, {name}", tokens, seconds, memory, found))
-    _clean()
-    before = torch.cuda.memory_allocated()
-    one = policy.new_cache(1, LONG, storage="packed")
-    held = torch.cuda.memory_allocated() - before
-    two = policy.new_cache(1, 3 * LONG, storage="packed")
-    more = torch.cuda.memory_allocated() - before - held
-    per_token = (more - held) / (2 * LONG)
-    del one, two
-    rows.append(
-        Figure(
-            "cache bytes a token, from allocated memory", per_token, "B", (890.5,) * 3, note="890 are keys"
-        )
+            yield _against(f"prefill at {tokens}, {name}", tokens, seconds, memory, found)
+    yield report.cache_bytes(policy)
+
+
+def _decode(policy: Policy) -> Iterator[Figure]:
+    steps = (
+        (1, SHORT),
+        (1, LONG),
+        (1, 1 << 18),
+        (1, MILLION),
+        (16, SHORT),
+        (16, LONG),
+        (64, SHORT),
+        (64, LONG),
     )
-    return rows
-
-
-def _decode(policy: Policy) -> list[Figure]:
-    rows, seconds = [], {}
-    for batch, contexts in ((1, (SHORT, LONG, 1 << 18, MILLION)), (16, (SHORT, LONG)), (64, (SHORT, LONG))):
-        for context in contexts:
-            seconds[batch, context] = times.decode(policy, batch, context)
-            _clean()
-            speed, step = batch / seconds[batch, context], 1000 * seconds[batch, context]
-            rows.append(
-                Figure(
-                    f"decode from packed keys, batch {batch} at {context}",
-                    speed,
-                    "tokens/s",
-                    note=f"{step:.2f} ms a step",
-                )
-            )
-    ratio = seconds[1, MILLION] / seconds[1, SHORT]
-    rows.append(Figure("decode step at 1M / at 4K, batch 1", ratio, "x", (2.0, 1.6, 1.35)))
-    for batch, context in ((1, SHORT), (64, SHORT), (1, MILLION)):
-        cache = cache_of(policy, batch, context)
-        step = times.step_alone(policy, cache, fill(policy, cache, batch, context), context)
-        parts = times.split(times.launches(step))
-        note = ", ".join(f"{name} {value:.2f}" for name, value in parts.items())
-        rows.append(
-            Figure(f"kernels of a step, batch {batch} at {context}", sum(parts.values()), "ms", note=note)
-        )
-        del cache, step
-        _clean()
-    return rows
+    seconds = {}
+    for batch, context, step in report.decode_seconds(policy, steps):
+        seconds[batch, context] = step
+        name, note = f"decode from packed keys, batch {batch} at {context}", f"{1000 * step:.2f} ms a step"
+        yield Figure(name, batch / step, "tokens/s", note=note)
+    yield report.cost_of_context(seconds)
+    yield from report.kernels_of_steps(policy, ((1, SHORT), (64, SHORT), (1, MILLION)))
 
 
 def _launches(policy: Policy) -> list[Figure]:
@@ -208,20 +138,19 @@ def _launches(policy: Policy) -> list[Figure]:
     ]
 
 
-def _train(policy: Policy) -> list[Figure]:
-    rows, ours = [], {}
+def _train(policy: Policy) -> Iterator[Figure]:
+    ours = {}
     for tokens in (8192, 32768):
-        _clean()
+        clean()
         torch.cuda.reset_peak_memory_stats()
         ours[tokens] = times.train_step(policy, tokens, 1), torch.cuda.max_memory_allocated() / 2**30
     seconds = ours[8192][0]
     rate = times.operations(policy, 8192) / seconds
     note = f"{rate / 1e12:.0f} TFLOP/s of 989, {8192 / seconds:.0f} tokens/s"
-    rows.append(Figure("training, utilisation at 8K", 100 * rate / PEAK, "%", (25, 35, 45), True, note))
+    yield Figure("training, utilisation at 8K", 100 * rate / PEAK, "%", (25, 35, 45), True, note)
     for tokens, (seconds, memory) in ours.items():
         found = _of_peer(policy, lambda model, tokens=tokens: peer.train_step(model, tokens))
-        rows.append(_against(f"training at {tokens}", tokens, seconds, memory, found))
-    return rows
+        yield _against(f"training at {tokens}", tokens, seconds, memory, found)
 
 
 def _against(
@@ -239,7 +168,7 @@ def _against(
 
 def _of_peer(policy: Policy, run: Callable[[Any], float]) -> tuple[float, float, str]:
     """Seconds and peak GiB of the dense peer without the policy's weights, and its name; or 0 and why not."""
-    _clean()
+    clean()
     held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     try:
@@ -270,24 +199,17 @@ _OPS = [
 ]
 
 
-def _ablation(policy: Policy) -> list[Figure]:
+def _ablation(policy: Policy) -> Iterator[Figure]:
     full = times.prefill(policy, 4096, None)
-    rows = [Figure("prefill of 4096 tokens, all layers", 4096 / full, "tokens/s")]
+    yield Figure("prefill of 4096 tokens, all layers", 4096 / full, "tokens/s")
     for op in _OPS:
         with dispatch.without(op):
             slower = times.prefill(policy, 4096, None)
-        rows.append(
-            Figure(
-                f"the same without the kernel of {op}",
-                4096 / slower,
-                "tokens/s",
-                note=f"{full / slower:.2f}x",
-            )
-        )
-    return rows
+        name, note = f"the same without the kernel of {op}", f"{full / slower:.2f}x"
+        yield Figure(name, 4096 / slower, "tokens/s", note=note)
 
 
-SECTIONS: dict[str, Callable[[Policy], list[Figure]]] = {
+SECTIONS: report.Sections = {
     "parity": _parity,
     "exact": _exact,
     "turns": _turns,
@@ -304,29 +226,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", default=",".join(SECTIONS), help="sections, separated by commas")
-    names = parser.parse_args().parts.split(",")
-    if unknown := [name for name in names if name not in SECTIONS]:
-        parser.error(f"unknown part {unknown[0]!r}: choose among {', '.join(SECTIONS)}")
-    if not torch.cuda.is_available():
-        parser.error("this benchmark measures a CUDA device and there is none")
-    policy, figures = policy_on_gpu(), list[Figure]()
-    for name in names:
-        begin = time.perf_counter()
-        found = SECTIONS[name](policy)
-        _clean()
-        figures += found
-        print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
-        for figure in found:
-            print(figure.line(), flush=True)
-    print("paths:", ", ".join(f"{op} {path}" for op, path in dispatch.paths().items()))
-    print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
-    print("| figure | ours | must / good / stretch | reached | note |\n| --- | --- | --- | --- | --- |")
-    for figure in figures:
-        print(figure.line())
-    missed = sum(figure.reached == "MISSED" for figure in figures)
-    print(f"\nmissed {missed} of {sum(figure.targets is not None for figure in figures)}")
-    return int(missed > 0)
+    parts = report.options(parser, SECTIONS).parts
+    figures = report.run(SECTIONS, parts, policy_on_gpu())
+    return report.verdict(figures, torch.cuda.get_device_name())
 
 
 if __name__ == "__main__":

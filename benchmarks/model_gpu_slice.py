@@ -13,31 +13,24 @@ card could read the bytes they need. The exit status is 1 when a bound is missed
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 from benchmarks import model_gpu_parity as parity
+from benchmarks import model_gpu_report as report
 from benchmarks import model_gpu_times as times
-from benchmarks.model_gpu import LONG, MILLION, SHORT, Figure
+from benchmarks.model_gpu_report import LONG, MILLION, SHORT, Figure, clean, sites
 from benchmarks.model_gpu_setup import cache_of, fill, official_widths, policy_on_gpu
 from model.choices import Capture
-from model.ops import dispatch
 from model.policy import Policy
 
 BANDWIDTH = 4.27e12
 """Bytes a second that this card's memory gave a copy at best."""
 MIDDLE = 1 << 18
 STEPS = ((1, SHORT), (1, LONG), (1, MIDDLE), (1, MILLION), (16, SHORT), (16, LONG), (64, SHORT), (64, LONG))
-
-
-def _clean() -> None:
-    """Caches and the graphs over them hold each other: only the collector frees them."""
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 KINDS = {
@@ -69,44 +62,33 @@ def _bytes(policy: Policy) -> Iterator[Figure]:
     held = sum(s.codes.nbytes + s.scales.nbytes for s in (packed.w13, packed.w2))
     weights = sum(2 * s.codes.numel() for s in (packed.w13, packed.w2))
     yield Figure("bytes a weight of the routed experts", held / weights, "B")
-    _clean()
-    before = torch.cuda.memory_allocated()
-    one = policy.new_cache(1, LONG, storage="packed")
-    held = torch.cuda.memory_allocated() - before
-    two = policy.new_cache(1, 3 * LONG, storage="packed")
-    per_token = (torch.cuda.memory_allocated() - before - 2 * held) / (2 * LONG)
-    del one, two
-    sources = [policy.config.ratio(layer) for layer in policy.config.kv_source_layer_ids]
-    note = f"records of 356 B in {len(sources)} source layers of ratios {sources}"
-    what = "cache bytes a token, from allocated memory"
-    yield Figure(what, per_token, "B", (890.5, 890.5, 890.5), note=note)
+    yield report.cache_bytes(policy)
 
 
-def _sites(errors: dict[str, float]) -> tuple[str, float, str]:
-    """Worst site, its error, and all layers' errors of attention and experts."""
-    sites = {k: v for k, v in errors.items() if k.endswith(("attn_out", "ffn_out"))}
-    worst = max(sites, key=lambda name: sites[name])
-    layers = sorted({int(name.split(".")[1]) for name in sites})
-    each = [f"{sites[f'layers.{n}.attn_out']:.2g}/{sites[f'layers.{n}.ffn_out']:.2g}" for n in layers]
-    return worst, sites[worst], f"worst {worst}; attention/experts by layer: {' '.join(each)}"
+def _by_layer(errors: dict[str, float]) -> tuple[float, str]:
+    """The worst error, and a note of where it is and of all layers' errors of attention and experts."""
+    found = sites(errors)
+    worst = max(found, key=lambda name: found[name])
+    layers = sorted({int(name.split(".")[1]) for name in found})
+    each = [f"{found[f'layers.{n}.attn_out']:.2g}/{found[f'layers.{n}.ffn_out']:.2g}" for n in layers]
+    note = f"worst {worst}; attention/experts by layer: {' '.join(each)}; hidden {errors['hidden']:.2g}"
+    return found[worst], note
 
 
 def _parity(policy: Policy) -> Iterator[Figure]:
     policy.fake_quant = True
     for context in (8192, MILLION):
         errors = parity.at_context(policy, context)
-        _, error, note = _sites(errors)
-        note = f"{note}; hidden {errors['hidden']:.2g}"
+        error, note = _by_layer(errors)
         yield Figure(f"layer error, one token at {context}", error, "", (0.03, 0.03, 0.03), note=note)
         step = errors["decode step against prefill"]
         yield Figure(f"decode step - prefill at {context}, exact mode", step, "", (0, 0, 0))
-        _clean()
+        clean()
     for quantised, bound in ((True, 0.10), (False, 0.03)):
         policy.fake_quant = quantised
         errors = parity.forward(policy, [1500, 300, 236])
-        _, error, note = _sites(errors)
+        error, note = _by_layer(errors)
         name = "keys rounded" if quantised else "keys not rounded"
-        note = f"{note}; hidden {errors['hidden']:.2g}"
         bounds = (bound, bound, bound)
         yield Figure(f"layer error, pass of 2036 tokens, {name}", error, "", bounds, note=note)
     policy.fake_quant = True
@@ -146,10 +128,9 @@ def step_bytes(policy: Policy, batch: int, context: int, used: list[int]) -> flo
 
 def _decode(policy: Policy) -> Iterator[Figure]:
     used, seconds = {batch: experts_in_use(policy, batch) for batch in (1, 16, 64)}, {}
-    _clean()
-    for batch, context in STEPS:
-        step = seconds[batch, context] = times.decode(policy, batch, context)
-        _clean()
+    clean()
+    for batch, context, step in report.decode_seconds(policy, STEPS):
+        seconds[batch, context] = step
         read = step_bytes(policy, batch, context, used[batch])
         bound = read / BANDWIDTH
         note = (
@@ -157,8 +138,7 @@ def _decode(policy: Policy) -> Iterator[Figure]:
             f"{bound / step:.0%} of 4.27 TB/s; {sum(used[batch]) / len(used[batch]):.0f} experts a layer"
         )
         yield Figure(f"decode step, batch {batch} at {context}", 1000 * step, "ms", note=note)
-    ratio = seconds[1, MILLION] / seconds[1, SHORT]
-    yield Figure("decode step at 1M / at 4K, batch 1", ratio, "x", (2.0, 1.6, 1.35))
+    yield report.cost_of_context(seconds)
     hidden = torch.randn(64, policy.config.hidden_size, device="cuda").bfloat16()
     for batch in (1, 64):
         step = times.median(lambda count=batch: policy.logits(hidden[:count]), 9, 3)
@@ -168,17 +148,11 @@ def _decode(policy: Policy) -> Iterator[Figure]:
 
 
 def _split(policy: Policy) -> Iterator[Figure]:
-    for batch, context in ((1, SHORT), (1, MILLION), (16, SHORT), (64, SHORT), (64, LONG)):
-        cache = cache_of(policy, batch, context)
-        step = times.step_alone(policy, cache, fill(policy, cache, batch, context), context)
-        parts = times.split(times.launches(step))
-        note = ", ".join(f"{name} {value:.2f}" for name, value in parts.items())
-        yield Figure(f"kernels of a step, batch {batch} at {context}", sum(parts.values()), "ms", note=note)
-        del cache, step
-        _clean()
+    steps = ((1, SHORT), (1, MILLION), (16, SHORT), (64, SHORT), (64, LONG))
+    yield from report.kernels_of_steps(policy, steps)
 
 
-SECTIONS: dict[str, Callable[[Policy], Iterator[Figure]]] = {
+SECTIONS: report.Sections = {
     "bytes": _bytes,
     "decode": _decode,
     "split": _split,
@@ -193,33 +167,14 @@ def main() -> int:
     )
     parser.add_argument("--layers", type=int, default=12, help="12, or 6 for a shorter policy")
     parser.add_argument("--experts", type=int, default=384, help="routed experts of a layer")
-    parser.add_argument("--parts", default=",".join(SECTIONS), help="sections, separated by commas")
-    given = parser.parse_args()
-    names = given.parts.split(",")
-    if unknown := [name for name in names if name not in SECTIONS]:
-        parser.error(f"unknown part {unknown[0]!r}: choose among {', '.join(SECTIONS)}")
-    if not torch.cuda.is_available():
-        parser.error("this benchmark measures a CUDA device and there is none")
+    given = report.options(parser, SECTIONS)
     begin = time.perf_counter()
-    policy, figures = policy_on_gpu(official_widths(given.layers, given.experts), packed=True), list[Figure]()
+    policy = policy_on_gpu(official_widths(given.layers, given.experts), packed=True)
     torch.cuda.synchronize()
     print(f"weights: {time.perf_counter() - begin:.0f} s", flush=True)
-    for name in names:
-        begin = time.perf_counter()
-        for figure in SECTIONS[name](policy):
-            figures.append(figure)
-            print(figure.line(), flush=True)
-        _clean()
-        print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
-    print("paths:", ", ".join(f"{op} {path}" for op, path in dispatch.paths().items()))
+    figures = report.run(SECTIONS, given.parts, policy)
     print(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
-    print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
-    print("| figure | ours | must / good / stretch | reached | note |\n| --- | --- | --- | --- | --- |")
-    for figure in figures:
-        print(figure.line())
-    missed = sum(figure.reached == "MISSED" for figure in figures)
-    print(f"\nmissed {missed} of {sum(figure.targets is not None for figure in figures)}")
-    return int(missed > 0)
+    return report.verdict(figures, torch.cuda.get_device_name())
 
 
 if __name__ == "__main__":

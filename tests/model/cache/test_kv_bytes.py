@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks import kv_bytes
+from benchmarks.model_gpu_setup import official_widths
 from model.cache.page_keys import Fingerprint
 from model.cache.policy_cache import PolicyCache
 from model.cache.prefix import PrefixStore, PrefixTiers
@@ -45,6 +46,23 @@ def test_it_follows_the_widths(head_dim, index_dim):
     assert sizes.index_per_token == 2.5 * (index_dim // 2 + index_dim // 32)
     assert sizes.window == 40 * 128 * (head_dim + head_dim // 32)
     assert sizes.open_groups == 3 * 2 * 2 * head_dim * 4
+
+
+@pytest.mark.parametrize("layers", [None, 6, 12])
+def test_a_token_takes_its_keys_and_an_entry_of_the_page_table(layers):
+    config = PolicyConfig.preset("official") if layers is None else official_widths(layers)
+    entries = {None: 2.5, 6: 1.5, 12: 2.5}[layers]
+    assert kv_bytes.growth(config, torch.device("cpu")) == 356 * entries + 8 / 64
+
+
+def test_every_buffer_of_a_cache_is_counted_once():
+    config = PolicyConfig.preset("official")
+    sizes = kv_bytes.measure(config)
+    cache = PolicyCache(config, 1, 256, torch.float32, torch.device("cpu"), "packed", slack=0)
+    drafts = config.num_nextn_predict_layers * config.sliding_window * 528 + 2 * 8
+    keys_and_table = 5 * 64 * 890 + 4 * 8
+    rings = sizes.window + sizes.open_groups + sizes.look_back
+    assert kv_bytes.allocated(cache) == keys_and_table + rings + drafts
 
 
 def test_hits_fetch_what_the_store_has_and_run_the_rest_again(monkeypatch, capsys):
