@@ -39,12 +39,14 @@ def _parity(policy: Policy) -> Iterator[Figure]:
         worst = max(layers, key=lambda name: layers[name])
         name = "keys rounded" if quantised else "keys not rounded"
         note = f"worst {worst}; first layer {layers['layers.0.attn_out']:.2g}, hidden {errors['hidden']:.2g}"
-        yield Figure(f"layer error, training pass, {name}", layers[worst], "", (bound,) * 3, note=note)
+        yield Figure(
+            f"layer error, training pass, {name}", layers[worst], "", (bound, bound, bound), note=note
+        )
     for context in (8192, MILLION):
         errors = parity.at_context(policy, context)
         step = errors["decode step against prefill"]
         note, error = f"hidden {errors['hidden']:.2g}", max(sites(errors).values())
-        yield Figure(f"layer error, one token at {context}", error, "", (0.03,) * 3, note=note)
+        yield Figure(f"layer error, one token at {context}", error, "", (0.03, 0.03, 0.03), note=note)
         yield Figure(f"decode step - prefill at {context}, exact mode", step, "", (0, 0, 0))
 
 
