@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from envs.types import FinishReason, Message, Packed, Replay, Role, Turn
+from envs.types import FinishReason, Message, Replay, Role, Turn
 from model.choices import FREE, Capture
 from model.engine.engine import Engine
 from model.engine.requests import Request
@@ -14,7 +14,8 @@ from model.engine.sampler import SamplingParams
 from model.policy import PackedTokens
 from rl.algorithms import AlgorithmConfig
 from rl.engines.turns import completion
-from rl.rollout.recorded import replay_of
+from rl.rollout.history import Draft
+from rl.rollout.recorded import pack
 from rl.trainers import RLConfig, RLTrainer, trajectory_samples
 from rl.trainers.choices import branch_choices, branch_mask
 
@@ -31,17 +32,7 @@ def policy(make_policy):
 
 
 def as_turn(prompt, finished) -> Turn:
-    done = completion(finished)
-    return Turn(
-        tuple(prompt),
-        done.token_ids,
-        done.logprobs,
-        done.policy_versions,
-        FinishReason.STOP,
-        Message(Role.ASSISTANT),
-        replay_starts=done.replay_starts,
-        replay=replay_of(done),
-    )
+    return Draft(tuple(prompt), completion(finished), Message(Role.ASSISTANT), parse_error="").turn()
 
 
 def two_turns(policy, engine, **sampling):
@@ -87,10 +78,7 @@ def test_selections_are_recorded_and_repeated(policy, make_trajectory) -> None:
     for branch in two_turns(policy, engine):
         (sample,) = trajectory_samples(make_trajectory([branch]), 1.0)
         assert sample.choices is not None and sample.choices.selections is not None
-        free = Capture(selections_too=True)
-        tokens = torch.from_numpy(sample.token_ids.astype(np.int64))
-        with torch.no_grad():
-            policy(PackedTokens(tokens, torch.tensor([0, len(tokens)])), capture=free)
+        free = free_choices(policy, sample)
         assert sample.choices.selections.keys() == free.selections.keys()
         for layer, keys in sample.choices.selections.items():
             ran = (keys != FREE).any(-1)
@@ -109,24 +97,29 @@ def test_a_truncated_batch_trains_on_the_truncated_distribution(policy, make_tra
     assert metrics["train/updates"] == 1 and metrics["train/grad_norm"] > 0
 
 
-def test_a_turn_of_two_versions_keeps_the_routing_of_each(policy, make_trajectory) -> None:
+def turn_of_two_versions(policy, caches) -> Turn:
+    """A turn in whose middle the routers change; caches of the first weights are kept or computed anew."""
     engine = Engine(policy, max_requests=1, max_tokens=64, capture=True)
     engine.submit(Request("s", PROMPTS[2], SamplingParams(max_tokens=16, seed=1)))
     for _ in range(8):
         engine.step()
-    before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
-    engine.load_state(moved(before), 1, caches="keep")
+    engine.load_state(moved(policy.state_dict()), 1, caches=caches)
     ended = []
     while engine.has_work:
         ended += engine.step().finished
-    turn = as_turn(PROMPTS[2], ended[0])
+    return as_turn(PROMPTS[2], ended[0])
+
+
+def test_a_turn_of_two_versions_keeps_the_routing_of_each(policy, make_trajectory) -> None:
+    before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    turn = turn_of_two_versions(policy, "keep")
     assert set(turn.policy_versions) == {0, 1}
     (sample,) = trajectory_samples(make_trajectory([[turn]]), 1.0)
     assert sample.choices is not None and sample.choices.expert_ids is not None
     ids, switch = sample.choices.expert_ids, len(PROMPTS[2]) + turn.policy_versions.index(1) - 1
-    new = free_choices(policy, sample)
+    new = free_choices(policy, sample).expert_ids
     policy.load_state_dict(before)
-    old = free_choices(policy, sample)
+    old = free_choices(policy, sample).expert_ids
     assert torch.equal(ids[:switch], old[:switch]) and not torch.equal(ids[:switch], new[:switch])
     assert torch.equal(ids[switch:-1, 0], new[switch:-1, 0])  # the first layer's input is the same
     assert not torch.equal(ids[switch:-1], old[switch:-1])
@@ -134,16 +127,7 @@ def test_a_turn_of_two_versions_keeps_the_routing_of_each(policy, make_trajector
 
 
 def test_recomputed_caches_are_exact_when_the_trainer_chooses_for_itself(policy, make_trajectory) -> None:
-    engine = Engine(policy, max_requests=1, max_tokens=64, capture=True)
-    engine.submit(Request("s", PROMPTS[2], SamplingParams(max_tokens=16, seed=1)))
-    for _ in range(8):
-        engine.step()
-    weights = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
-    engine.load_state(moved(weights), 1, caches="recompute")
-    ended = []
-    while engine.has_work:
-        ended += engine.step().finished
-    trajectory = make_trajectory([[as_turn(PROMPTS[2], ended[0])]])
+    trajectory = make_trajectory([[turn_of_two_versions(policy, "recompute")]])
     trainer, equal = RLTrainer(policy, RLConfig(token_budget=64), AlgorithmConfig()), {}
     for replayed in ("off", "experts"):
         (sample,) = trajectory_samples(trajectory, 1.0, replay=replayed)
@@ -162,29 +146,22 @@ def moved(state):
     }
 
 
-def free_choices(policy, sample):
-    """The experts that the present weights choose by themselves over a sample's tokens."""
-    capture = Capture()
+def free_choices(policy, sample) -> Capture:
+    """What the present weights choose by themselves over a sample's tokens."""
+    capture = Capture(selections_too=True)
     tokens = torch.from_numpy(sample.token_ids.astype(np.int64))
     with torch.no_grad():
         policy(PackedTokens(tokens, torch.tensor([0, len(tokens)])), capture=capture)
-    return capture.expert_ids
+    return capture
 
 
 def recorded(start, rows, sampled=2, selections=None, kept=None) -> Turn:
-    experts = None if rows is None else Packed("i2", (len(rows), 1, 2), np.array(rows, np.int16).tobytes())
-    keys = {
-        layer: Packed("i4", np.shape(value), np.array(value, np.int32).tobytes())
-        for layer, value in (selections or {}).items()
-    }
+    experts = None if rows is None else pack(np.reshape(rows, (-1, 1, 2)), "i2")
+    keys = {layer: pack(np.array(value), "i4") for layer, value in (selections or {}).items()}
     counts = ids = None
     if kept is not None:
-        counts = Packed("u4", (len(kept),), np.array([len(k) for k in kept], np.uint32).tobytes())
-        ids = Packed(
-            "i4",
-            (sum(map(len, kept)),),
-            np.array([number for row in kept for number in row], np.int32).tobytes(),
-        )
+        counts = pack(np.array([len(row) for row in kept]), "u4")
+        ids = pack(np.array([number for row in kept for number in row]), "i4")
     replay = Replay(start, experts, keys, counts, ids)
     return Turn((1, 2), (3,) * sampled, (-1.0,) * sampled, (0,) * sampled, FinishReason.STOP,
                 Message(Role.ASSISTANT), replay=replay)  # fmt: skip
