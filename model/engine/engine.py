@@ -40,9 +40,9 @@ from model.engine.scheduler import Cache, Scheduler
 from model.engine.speculative import Drawn, Speculation, Speculator
 from model.engine.staging import StagedWeights
 from model.engine.state import RequestState, check_caches, pack, unpack
+from model.engine.warm_up import late_compiles_told, warm_up
 from model.replay import Replay
 from model.vision import ImageTokens
-from model.warm_up import warm_up
 
 Keep = Literal["keep", "recompute"]
 """What to do with caches that other weights computed."""
@@ -309,7 +309,7 @@ class Engine:
         """Computes one token for every row that is ready, and returns the tokens and the turns that ended."""
         begin = time.perf_counter()
         ended, self._ended = self._ended, []
-        with torch.inference_mode():
+        with torch.inference_mode(), late_compiles_told():
             parts, clean = [], True
             if not self.paused:
                 self.scheduler.admit()

@@ -7,10 +7,12 @@ kernels of its own: sizes on both sides of every threshold, contexts from one bu
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import time
 from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _compiled: Counter[str] = Counter()
-_steady = False
 
 
 def compiled() -> dict[str, int]:
@@ -36,7 +37,14 @@ def compiled() -> dict[str, int]:
 def _count(*, fn: Any, **_: Any) -> None:
     name = f"{fn.module}.{fn.name.rsplit('.', 1)[-1]}".removeprefix("model.ops.")
     _compiled[name] += 1
-    if _steady:
+
+
+@contextlib.contextmanager
+def late_compiles_told() -> Iterator[None]:
+    """Around an engine's step: warns of each kernel that its requests had to wait for."""
+    before = _compiled.copy()
+    yield
+    for name in _compiled - before:
         _log.warning("%s was compiled for another shape while requests waited", name)
 
 
@@ -61,15 +69,12 @@ def warm_up(policy: Any, cache: Any, rows: int, prefill_tokens: int) -> None:
 
     Logs a line for each graph and each prefill. Nothing happens where no kernels run.
     """
-    global _steady
     if not isinstance(cache, PolicyCache) or not serves(policy, cache):
         return
     watch()
-    _steady = False
     with torch.inference_mode(cache.tail.is_inference()), torch.no_grad():
         graphs_of(policy, cache).warm_up(rows)
         _prefills(policy, cache, min(prefill_tokens, cache.max_tokens))
-    _steady = True
 
 
 def sizes(most: int) -> list[int]:

@@ -8,14 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from model import warm_up as module
 from model.config import PolicyConfig
+from model.engine import warm_up as module
 from model.engine.engine import Engine
 from model.engine.requests import Request
 from model.engine.sampler import SamplingParams
+from model.engine.warm_up import compiled, contexts, sizes
 from model.policy import Policy
 from model.presets import NANO
-from model.warm_up import compiled, contexts, sizes
+from tests.model.engine.scripted import ScriptedPolicy
 
 
 def test_sizes_stand_on_both_sides_of_every_threshold():
@@ -29,16 +30,35 @@ def test_contexts_are_the_ends_of_the_buckets():
     assert contexts(70000) == [0, 4096, 16384, 65536, 70000]
 
 
-def test_a_kernel_that_compiles_late_is_told_by_name(caplog, monkeypatch):
-    monkeypatch.setattr(module, "_compiled", type(module._compiled)())
-    function = SimpleNamespace(module="model.ops.topk.triton", name="_select")
+class CompilingPolicy(ScriptedPolicy):
+    """Its second pass needs a kernel that is not there yet."""
+
+    def extend(self, *args, **options):
+        if len(self.calls) == 1:
+            compile_kernel("_select")
+        return super().extend(*args, **options)
+
+
+def compile_kernel(name):
+    """What Triton reports of a kernel that it has compiled."""
+    module._count(fn=SimpleNamespace(module="model.ops.topk.triton", name=name), key="", repr="")
+
+
+def test_a_kernel_that_a_step_waits_for_is_told_by_name_and_others_are_not(caplog):
+    before = compiled()
     with caplog.at_level(logging.WARNING):
-        module._count(fn=function, key="", repr="")
+        engine = Engine(CompilingPolicy(), max_requests=1, max_tokens=64)
+        engine.submit(Request("s", [5, 9], SamplingParams(max_tokens=3, stop_ids=frozenset())))
+        engine.step()
+        compile_kernel("_scores")  # a trainer's in the same process, say
         assert not caplog.records
-        monkeypatch.setattr(module, "_steady", True)
-        module._count(fn=function, key="", repr="")
-    assert compiled() == {"topk.triton._select": 2}
-    assert "topk.triton._select was compiled for another shape" in caplog.text
+        engine.step()
+        told = [record.getMessage() for record in caplog.records]
+        assert told == ["topk.triton._select was compiled for another shape while requests waited"]
+        engine.step()
+    assert not engine.has_work and len(caplog.records) == 1
+    new = {name: count - before.get(name, 0) for name, count in compiled().items()}
+    assert {name for name, count in new.items() if count} == {"topk.triton._select", "topk.triton._scores"}
 
 
 def test_an_engine_without_kernels_starts_at_once():
