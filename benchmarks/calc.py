@@ -9,22 +9,16 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from benchmarks.learning import Check, Row, evaluations, metrics, options, report, runs_folder, train
+from benchmarks.learning import Check, Row, evaluations, metrics, on_seeds, train
 
 _STILL = ("trainer.optimizer.learning_rate=0", "trainer.steps=5")
 
 
 def main() -> int:
     """Runs all seeds and prints each figure; the last line counts those that held."""
-    parser = options("calc", __doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    arguments = parser.parse_args()
-    checks: list[Check] = []
-    with runs_folder(arguments.runs) as root:
-        for seed in arguments.seeds:
-            checks += _seed(seed, root, arguments.overrides)
+    checks, seeds = on_seeds("calc", __doc__, _seed)
     held = sum(check.held for check in checks)
-    print(f"calc: {held}/{len(checks)} figures hold on {len(arguments.seeds)} seeds")
+    print(f"calc: {held}/{len(checks)} figures hold on {seeds} seeds")
     return 0 if held == len(checks) else 1
 
 
@@ -33,7 +27,7 @@ def _seed(seed: int, root: Path, overrides: list[str]) -> list[Check]:
     before, after, seconds = _run(root, f"calc-{seed}", common)
     control_before, control, _ = _run(root, f"still-{seed}", [*common, *_STILL])
     drift = abs(control["sampled/score.mean"] - control_before["sampled/score.mean"])
-    checks = [
+    return [
         Check("sampled after the warm start", before["sampled/score.mean"], 0.45, at_most=True),
         Check("greedy after the warm start", before["greedy/score.mean"], 0.1, at_most=True),
         Check("sampled", after["sampled/score.mean"], 0.90, at_most=False),
@@ -48,8 +42,6 @@ def _seed(seed: int, root: Path, overrides: list[str]) -> list[Check]:
         Check("drift with learning rate 0", drift, 0.05, at_most=True),
         Check("seconds", seconds, 720, at_most=True),
     ]
-    report(seed, checks)
-    return checks
 
 
 def _run(root: Path, name: str, overrides: list[str]) -> tuple[Row, Row, float]:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,11 +99,26 @@ def evaluations(run: Path, env: str) -> dict[int, Row]:
     return found
 
 
-def report(seed: int, checks: Sequence[Check]) -> None:
-    """Prints the figures of one seed."""
-    print(f"seed {seed}:")
-    for check in checks:
-        print(f"  {check}", flush=True)
+def on_seeds(
+    module: str, explanation: str | None, run: Callable[[int, Path, list[str]], Sequence[Check]]
+) -> tuple[list[Check], int]:
+    """Calls `run` with each seed, the folder of runs and further overrides; prints each seed's figures.
+
+    Returns:
+        All figures, and the number of seeds.
+    """
+    parser = options(module, explanation)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    arguments = parser.parse_args()
+    checks: list[Check] = []
+    with runs_folder(arguments.runs) as root:
+        for seed in arguments.seeds:
+            found = run(seed, root, arguments.overrides)
+            print(f"seed {seed}:")
+            for check in found:
+                print(f"  {check}", flush=True)
+            checks += found
+    return checks, len(arguments.seeds)
 
 
 def _state(run: Path) -> str | None:

@@ -21,6 +21,8 @@ from model.policy import Policy
 CLEAN = "clean_fp32"
 DECODE_KEY = re.compile(r"\.prefill(\d+)\.logits$")
 NOT_WEIGHTS = ("in.", "out.", "tap.")
+CHOICES = {"router_ids": "router_margin", "index_topk": "index_margin", "candidate_mask": "candidate_margin"}
+"""Discrete choices, and how near each was to another."""
 _UNUSED = ("image_pad",)
 """Published weights that nothing reads."""
 
@@ -100,6 +102,29 @@ def fitted(kind: str, ours: Tensor, expected: Tensor) -> Tensor:
     if kind == "index_topk" and missing > 0:
         return torch.nn.functional.pad(ours, (0, missing), value=-1)
     return ours[..., : expected.shape[-1]]
+
+
+def choices(
+    config: PolicyConfig, layer: int, kind: str, ours: Tensor | None, expected: Tensor, length: int
+) -> tuple[Tensor, Tensor] | None:
+    """Our choice and the reference's as tensors that are equal where both choose alike; None without ours.
+
+    Experts are a set, and keys that a token does not see are nobody's candidates. With few keys every block
+    is a candidate, and the policy keeps no mask.
+    """
+    if ours is None:
+        block = config.candidate_block_size * config.ratio(layer)
+        if kind != "candidate_mask" or -(-length // block) > config.candidate_topk_blocks:
+            return None
+        ours = torch.ones_like(expected)
+    ours = fitted(kind, ours, expected)
+    if kind == "router_ids":
+        return ours.sort(-1).values, expected.sort(-1).values
+    if kind == "candidate_mask":
+        seen = (torch.arange(length) + 1) // config.ratio(layer)
+        visible = torch.arange(expected.shape[-1]) < seen[:, None]
+        return ours & visible, expected & visible
+    return ours, expected
 
 
 def worst(ours: Tensor, theirs: Tensor, agree: Tensor | None = None) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from benchmarks.parity_data import DECODE_KEY, Case, ModelFile, fitted, worst
+from benchmarks.parity_data import CHOICES, DECODE_KEY, Case, ModelFile, choices, fitted, worst
 from benchmarks.parity_margins import margin
 from benchmarks.parity_model import decode_logits
 from model.batch import Batch, Trace
@@ -33,7 +33,6 @@ _SHIFT = 1e-3
 """A common shift of all values, as a share of their size; rounding has no preferred direction."""
 _BF16_STEPS = 4 * 2.0**-8
 """The reference scores in bfloat16: a choice, or a margin, may differ by a few steps of the scores."""
-_CHOICES = {"router_ids": "router_margin", "index_topk": "index_margin", "candidate_mask": "candidate_margin"}
 _ENDS = {"tap.engram_hash_ids", "out.logits", "out.main_hidden"}
 
 
@@ -144,11 +143,11 @@ class LayerRun:
             return None
         problems: list[str] = []
         agree = torch.ones(self.batch, self.length, dtype=torch.bool)
-        for kind in (kind for kind in _CHOICES if kind in taps):
+        for kind in (kind for kind in CHOICES if kind in taps):
             problems += self._choice(layer, kind, ours.get(prefix + kind), taps, agree)
         largest = 0.0
         for kind, expected in taps.items():
-            if kind in _CHOICES:
+            if kind in CHOICES:
                 continue
             if kind.endswith("_margin"):
                 problems += self._margin(layer, kind, ours, expected, agree)
@@ -170,24 +169,14 @@ class LayerRun:
     def _choice(
         self, layer: int, kind: str, ours: Tensor | None, taps: dict[str, Tensor], agree: Tensor
     ) -> list[str]:
-        expected = taps[kind]
-        if ours is None:
-            # With few keys every block is a candidate, and the policy keeps no mask.
-            if kind != "candidate_mask" or self._blocks(expected) > self.config.candidate_topk_blocks:
-                return [f"no {kind}"]
-            ours = torch.ones_like(expected)
-        ours = fitted(kind, ours, expected)
-        if kind == "router_ids":
-            ours, expected = ours.sort(-1).values, expected.sort(-1).values
-        elif kind == "candidate_mask":
-            seen = (torch.arange(self.length) + 1) // self.config.ratio(layer)
-            visible = torch.arange(expected.shape[-1]) < seen[:, None]
-            ours, expected = ours & visible, expected & visible
-        differs = (ours != expected).any(-1)
+        pair = choices(self.config, layer, kind, ours, taps[kind], self.length)
+        if pair is None:
+            return [f"no {kind}"]
+        differs = (pair[0] != pair[1]).any(-1)
         agree &= ~differs
         if self._is_own(layer - 1) and float(differs.float().mean()) < 0.5:
             return []
-        margin = taps.get(_CHOICES[kind])
+        margin = taps.get(CHOICES[kind])
         size = 1.0
         if kind != "router_ids" and "index_scores" in taps:
             scores = taps["index_scores"].float()
@@ -211,9 +200,6 @@ class LayerRun:
         scores = ours[f"layers.{layer}.{name}"]
         allowed = 2.0**-8 * float(scores[scores > -torch.inf].abs().max())
         return [] if abs(shift) <= allowed else [f"{kind} shifted by {shift:.1e}"]
-
-    def _blocks(self, mask: Tensor) -> int:
-        return -(-mask.shape[-1] // self.config.candidate_block_size)
 
     def _difference(
         self, layer: int, kind: str, ours: Tensor, expected: Tensor, agree: Tensor

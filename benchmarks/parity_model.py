@@ -7,7 +7,7 @@ import re
 import torch
 from torch import Tensor
 
-from benchmarks.parity_data import DECODE_KEY, Case, ModelFile, fitted, worst
+from benchmarks.parity_data import CHOICES, DECODE_KEY, Case, ModelFile, choices, fitted, worst
 from benchmarks.parity_margins import margin
 from model.batch import Trace
 from model.policy import PackedTokens
@@ -16,7 +16,6 @@ LOGITS_LIMIT = 2e-5
 TAP_LIMIT = 1e-4
 _SAFE_MARGIN = 1e-5
 """Choices may differ only where the reference itself was this close to choosing otherwise."""
-_CHOICES = {"router_ids": "router_margin", "index_topk": "index_margin", "candidate_mask": "candidate_margin"}
 
 
 class CleanRun:
@@ -80,10 +79,10 @@ class CleanRun:
         taps = {key: value for key, value in self.reference.items() if key.startswith(f"tap.layers.{layer}.")}
         taps = {key.rsplit(".", 1)[1]: value for key, value in taps.items()}
         problems, largest = [], 0.0
-        for kind in (kind for kind in _CHOICES if kind in taps):
+        for kind in (kind for kind in CHOICES if kind in taps):
             problems += self._choice(layer, kind, taps)
         for kind, expected in taps.items():
-            if kind in _CHOICES:
+            if kind in CHOICES:
                 continue
             ours = (
                 margin(self.file.config, layer, kind, self.ours, self.length)
@@ -102,32 +101,15 @@ class CleanRun:
 
     def _choice(self, layer: int, kind: str, taps: dict[str, Tensor]) -> list[str]:
         """Compare a discrete choice, and exclude what follows a legitimate difference."""
-        expected, ours = taps[kind], self.ours.get(f"layers.{layer}.{kind}")
-        if ours is None:
-            if kind != "candidate_mask" or not self._all_candidates(layer):
-                return [f"no {kind}"]
-            ours = torch.ones_like(expected)
-        ours = fitted(kind, ours, expected)
-        if kind == "router_ids":
-            ours, expected = ours.sort(-1).values, expected.sort(-1).values
-        elif kind == "candidate_mask":
-            visible = self._visible(layer, expected.shape[-1])
-            ours, expected = ours & visible, expected & visible
-        differs = (ours != expected).any(-1) & self.agree
-        margin = taps.get(_CHOICES[kind])
+        ours = self.ours.get(f"layers.{layer}.{kind}")
+        pair = choices(self.file.config, layer, kind, ours, taps[kind], self.length)
+        if pair is None:
+            return [f"no {kind}"]
+        differs = (pair[0] != pair[1]).any(-1) & self.agree
+        margin = taps.get(CHOICES[kind])
         bad = differs if margin is None else differs & (margin > _SAFE_MARGIN)
         self.agree &= differs.cumsum(1) == 0
         return [f"{kind} differs in {int(bad.sum())} rows"] if bad.any() else []
-
-    def _visible(self, layer: int, width: int) -> Tensor:
-        seen = (torch.arange(self.length) + 1) // self.file.config.ratio(layer)
-        return torch.arange(width) < seen[:, None]
-
-    def _all_candidates(self, layer: int) -> bool:
-        """With few keys every block is a candidate, and the policy keeps no mask."""
-        config = self.file.config
-        width = -(-self.length // config.ratio(layer))
-        return -(-width // config.candidate_block_size) <= config.candidate_topk_blocks
 
     def _rows_of(self, value: Tensor) -> Tensor | None:
         """Which rows of a tap to compare; taps over groups of tokens are compared as a whole."""

@@ -9,20 +9,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from benchmarks.learning import Check, Row, evaluations, options, report, runs_folder, train
+from benchmarks.learning import Check, Row, evaluations, on_seeds, train
 
 GAIN = 0.10
 
 
 def main() -> int:
     """Runs all seeds and prints each figure; the last line has the smallest gain."""
-    parser = options("sort", __doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    arguments = parser.parse_args()
-    checks: list[Check] = []
-    with runs_folder(arguments.runs) as root:
-        for seed in arguments.seeds:
-            checks += _seed(seed, root, arguments.overrides)
+    checks, _ = on_seeds("sort", __doc__, _seed)
     gains = [check.value for check in checks if check.name == "gain of sampled accuracy"]
     held = sum(check.held for check in checks)
     print(f"sort: gain {min(gains):.3f} over the warm start; {held}/{len(checks)} figures hold")
@@ -33,9 +27,7 @@ def _seed(seed: int, root: Path, overrides: list[str]) -> list[Check]:
     name = f"sort-{seed}"
     seconds = train(root, name, ["experiment=sort", f"run.seed={seed}", *overrides])
     rows = evaluations(root / name, "sort")
-    checks = figures(rows[0], rows[max(rows)], seconds)
-    report(seed, checks)
-    return checks
+    return figures(rows[0], rows[max(rows)], seconds)
 
 
 def figures(before: Row, after: Row, seconds: float) -> list[Check]:

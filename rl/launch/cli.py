@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from rl.launch.eval_cli import add_eval
 from rl.launch.export_cli import add_export
+from rl.launch.folders import add_root
 from rl.launch.merge_cli import add_merge
 from rl.launch.roots import check_roots
 from rl.launch.sandbox_cli import add_sandbox
@@ -159,9 +160,7 @@ def _add_run(commands: argparse._SubParsersAction[Parser]) -> None:
     show.add_argument("--limit", type=int, default=10, help="how many samples (default 10)")
     show.set_defaults(action=_show)
     for command in (listing, show):
-        command.add_argument(
-            "--root", type=Path, default=Path("runs"), help="the folder of the runs (default runs)"
-        )
+        add_root(command)
 
 
 def _add_env(commands: argparse._SubParsersAction[Parser]) -> None:

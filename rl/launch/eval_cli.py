@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rl.launch.folders import add_root
+
 _HELP = """\
 Settings are key=value; what is not given is as the run was trained.
   temper eval my-run                                      its newest checkpoint, as it was trained
@@ -43,9 +45,7 @@ def add_eval(commands: Any) -> None:
         help="compare two results on the tasks they share",
     )
     command.add_argument("--force", action="store_true", help="compare also results of different samples")
-    command.add_argument(
-        "--root", type=Path, default=Path("runs"), help="the folder of the runs (default runs)"
-    )
+    add_root(command)
     command.add_argument(
         "--console",
         choices=("auto", "rich", "plain"),

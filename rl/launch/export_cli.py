@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
+
+from rl.launch.folders import add_new_folder, add_root
 
 _HELP = """\
   temper export my-run --out my-model          the newest checkpoint
@@ -24,12 +25,8 @@ def add_export(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("source", metavar="RUN|FOLDER", help="a run, RUN@STEP, or a policy's folder")
-    command.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="the folder to write, a new one"
-    )
-    command.add_argument(
-        "--root", type=Path, default=Path("runs"), help="the folder of the runs (default runs)"
-    )
+    add_new_folder(command)
+    add_root(command)
     command.set_defaults(action=_export)
 
 

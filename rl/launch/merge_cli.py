@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
+
+from rl.launch.folders import add_new_folder, add_root
 
 _HELP = """\
   temper merge run-a=0.6 run-b@40=0.4 --out merged        newest checkpoint of one run, step 40 of another
@@ -27,12 +28,8 @@ def add_merge(commands: Any) -> None:
     command.add_argument(
         "sources", nargs="+", metavar="CKPT|RUN=WEIGHT", help="what to average; weights add up to 1"
     )
-    command.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="the folder to write, a new one"
-    )
-    command.add_argument(
-        "--root", type=Path, default=Path("runs"), help="the folder of the runs (default runs)"
-    )
+    add_new_folder(command)
+    add_root(command)
     command.set_defaults(action=_merge)
 
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rl.launch.folders import add_root
+
 _EXAMPLES = """\
 OpenAI's clients work against it, with the address it prints as their base URL:
   temper serve my-run                                    the newest checkpoint of a run
@@ -29,9 +31,7 @@ def add_serve(commands: argparse._SubParsersAction[Any]) -> None:
         "settings", nargs="*", metavar="KEY=VALUE",
         help="engine=native or engine=vllm (default the run's, or native), and engine.vllm.*",
     )  # fmt: skip
-    serve.add_argument(
-        "--root", type=Path, default=Path("runs"), help="the folder of the runs (default runs)"
-    )
+    add_root(serve)
     serve.add_argument("--step", type=int, help="of a run: the checkpoint of this step (default the newest)")
     serve.add_argument(
         "--name", default="", help="the model's name in requests (default the run's or folder's)"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks import opd, sort
-from benchmarks.learning import Check, evaluate, evaluations, metrics, runs_folder, train
+from benchmarks.learning import Check, evaluate, evaluations, metrics, on_seeds, runs_folder, train
 
 FALLING = [0.4, 0.3, 0.2, 0.3, 0.1, 0.1, 0.05, 0.06]
 STEPS = {"calc": 160.0, "sort": 80.0, opd.STUDENT: 78.0}
@@ -93,3 +93,22 @@ def test_runs_stay_where_they_were_asked_to(tmp_path: Path) -> None:
     with runs_folder(None) as root:
         assert root.is_dir()
     assert not root.exists()
+
+
+def test_every_seed_is_run_in_the_folder_with_the_overrides_and_told(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
+    def run(seed: int, root: Path, overrides: list[str]) -> list[Check]:
+        (root / f"run-{seed}").write_text(" ".join(overrides))
+        return [Check("score", seed / 10, 0.35, at_most=True)]
+
+    words = ["sort", "trainer.steps=1", "sft.steps=2", "--runs", str(tmp_path), "--seeds", "3", "4"]
+    monkeypatch.setattr("sys.argv", words)
+    checks, seeds = on_seeds("sort", None, run)
+    assert [check.held for check in checks] == [True, False] and seeds == 2
+    assert {f.name: f.read_text() for f in tmp_path.iterdir()} == dict.fromkeys(
+        ["run-3", "run-4"], "trainer.steps=1 sft.steps=2"
+    )
+    assert capsys.readouterr().out.splitlines() == [
+        "seed 3:", "  ok   score: 0.3 <= 0.35", "seed 4:", "  MISS score: 0.4 <= 0.35"
+    ]  # fmt: skip
