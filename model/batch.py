@@ -76,10 +76,15 @@ class NewTokens:
 
 
 class Trace:
-    """Keeps intermediate results by name, for comparison with a reference."""
+    """Keeps intermediate results by name, for comparison with a reference.
 
-    def __init__(self) -> None:
+    With `steps` those of a decode step, where a pass is one; otherwise a decoded token goes the way of a
+    prompt, whose results have the names of the reference.
+    """
+
+    def __init__(self, *, steps: bool = False) -> None:
         self.values: dict[str, Tensor] = {}
+        self.steps = steps
 
     def record(self, name: str, value: Tensor) -> None:
         """Keep `value` under `name`."""

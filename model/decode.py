@@ -38,6 +38,7 @@ from model.ops.topk import topk
 from model.ops.window_rows import window_rows
 
 if TYPE_CHECKING:
+    from model.batch import Trace
     from model.cache.policy_cache import PolicyCache
     from model.policy import Policy
 
@@ -87,8 +88,10 @@ class Place:
 class Step:
     """One step of `policy` over `cache`, for contexts of up to `width` tokens."""
 
-    def __init__(self, policy: Policy, cache: PolicyCache, given: StepInput, width: int) -> None:
-        self.policy, self.cache, self.given, self.width = policy, cache, given, width
+    def __init__(
+        self, policy: Policy, cache: PolicyCache, given: StepInput, width: int, trace: Trace | None = None
+    ) -> None:
+        self.policy, self.cache, self.given, self.width, self.trace = policy, cache, given, width, trace
         config = policy.config
         assert cache.pages is not None
         self.table = cache.pages.table.index_select(0, given.slots)
@@ -134,22 +137,32 @@ class Step:
             elif attention.mode is AttentionMode.FULL:
                 chosen = self._side.run(partial(self._add_keys, attention, x))
             coefficient = self._side.run(partial(coefficients, block.hc_attn, streams, squares))
+            self._record(block.layer, attn_in=x, squares=squares)
             update, chosen = self._attend(attention, x, chosen)
             ffn_norm = block.ffn_norm
             self._side.join()
+            self._record(block.layer, attn_coefficients=coefficient, attn_out=update)
             streams, x, squares = hyper_update(
                 streams, update, coefficient, ffn_norm.weight, eps=ffn_norm.eps
             )
             coefficient = self._side.run(partial(coefficients, block.hc_ffn, streams, squares))
-            rows, plan, _ = expert_rows(block.ffn, x, None)
+            rows, plan, routing = expert_rows(block.ffn, x, None)
             self._side.join()
+            self._record(block.layer, ffn_in=x, router_ids=routing.expert_ids, ffn_coefficients=coefficient)
             last = block.layer + 1 == len(policy.blocks)
             norm = policy.norm if last else policy.blocks[block.layer + 1].attn_norm
             streams, x, squares = hyper_update_of_rows(
                 streams, rows, plan.place, coefficient, norm.weight, eps=norm.eps
             )
+            self._record(block.layer, streams=streams)
         assert x is not None
         return x
+
+    def _record(self, layer: int, **values: Tensor) -> None:
+        """Keep what `model.fused.Pass` keeps under the same names, when this step is traced."""
+        for name, value in values.items() if self.trace is not None else ():
+            assert self.trace is not None
+            self.trace.record(f"layers.{layer}.{name}", value)
 
     def angles(self, attention: Attention) -> Angles:
         """Of the tokens in a layer."""
@@ -258,6 +271,7 @@ class Step:
             chosen = topk(scores, attention.top_k, blocks=blocks, block_size=size, packed=True)
         seen = self._window_of(attention)[1]
         rows, counts = decode_rows(chosen, self.table, seen, page_groups=main.page_groups)
+        self._record(attention.layer, chosen_keys=chosen)
         return replace(known, rows=rows, counts=counts, blocks=made)
 
     def _window_of(self, attention: Attention) -> tuple[Tensor, Tensor]:
@@ -303,6 +317,7 @@ class Step:
             rope=angles,
             exact=is_exact(),
         )
+        self._record(attention.layer, query_latent=latent, query=query, heads=output)
         return _output(attention, output), known
 
 

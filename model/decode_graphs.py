@@ -21,6 +21,7 @@ from model.decode import Step, StepInput
 from model.ops.hyper_boundary import refresh_projections
 
 if TYPE_CHECKING:
+    from model.batch import Trace
     from model.cache.policy_cache import PolicyCache
     from model.policy import Policy
 
@@ -94,15 +95,22 @@ class DecodeGraphs:
         token_ids: Tensor,
         positions: Sequence[int],
         floors: Sequence[Sequence[int]],
+        trace: Trace | None = None,
     ) -> Tensor:
-        """[B, d] the head's input after one token [B] at `positions` of each sequence; `floors` [2][B]."""
+        """[B, d] the head's input after one token [B] at `positions` of each sequence; `floors` [2][B].
+
+        A traced step runs operation by operation, not as a graph.
+        """
         rows = len(slots)
         size = batch_bucket(rows)
         fill = size - rows
         filled = [list(x) + [x[0]] * fill for x in (slots, positions, *floors)]
         ids = torch.cat([token_ids, token_ids[:1].expand(fill)]) if fill else token_ids
         given = self._input(filled[0], ids, filled[1], filled[2:])
-        captured = self._find(given, width_bucket(max(positions) + 1, self._cache.max_tokens))
+        width = width_bucket(max(positions) + 1, self._cache.max_tokens)
+        if trace is not None:
+            return Step(self._policy, self._cache, given, width, trace).run()[:rows]
+        captured = self._find(given, width)
         refresh_projections()
         if captured.graph is None:
             return captured.output[:rows]

@@ -220,6 +220,9 @@ def choose(attention: Attention, queries: tuple[Tensor, Tensor], keys: Keys, fla
         else:
             indices, candidates = _among_candidates(attention, asked, keys, flat)
         indices = _forced(attention, indices, keys, flat)
+        if flat.batch.trace is not None:
+            local = torch.where(indices >= 0, indices - groups.begins[:, None], -1)
+            flat.batch.record(f"layers.{attention.layer}.chosen_keys", local)
         inverse = invert(indices, len(keys.entries)) if grad else None
     selected = selection(flat, indices, len(keys.entries))
     return replace(keys, selected=selected, inverse=inverse, candidates=candidates)

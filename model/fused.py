@@ -194,6 +194,9 @@ class Pass:
 
         def step(streams: Tensor, x: Tensor, squares: Tensor, keys: Keys | None) -> Handed:
             coefficient, streams = shared_coefficients(block.hc_attn, streams, squares)
+            batch.record(name + "attn_in", x)
+            batch.record(name + "squares", squares)
+            batch.record(name + "attn_coefficients", coefficient)
             update, keys = attend(block.attn, x, flat, keys, self.cache, self.options)
             batch.record(name + "attn_out", update)
             ffn_norm = block.ffn_norm
@@ -201,6 +204,8 @@ class Pass:
                 streams, update, coefficient, ffn_norm.weight, eps=ffn_norm.eps
             )
             coefficient, streams = shared_coefficients(block.hc_ffn, streams, squares)
+            batch.record(name + "ffn_in", x)
+            batch.record(name + "ffn_coefficients", coefficient)
             forced = None if batch.choices is None else batch.choices.experts_of(block.layer)
             update, routing = experts(block.ffn, x, forced)
             batch.record(name + "ffn_out", update)
@@ -358,12 +363,20 @@ def _attend_table(
         asked = ask(attention, x, latent, angles, options.fake_quant, False)
         keys = used = choose(attention, asked, keys, flat, False)
     assert used.selected is not None
+    _record_attention(attention, flat.batch, query_latent=latent, query=query)
     query = rotary(query, *angles, in_place=not torch.is_grad_enabled())
     output = table_attention(
         query, table, used.selected, attention.attn_sink, scale=attention.width**-0.5, exact=is_exact()
     )
     output = rotary(output, *angles, inverse=True, in_place=not torch.is_grad_enabled())
+    _record_attention(attention, flat.batch, heads=output)
     return output, keys
+
+
+def _record_attention(attention: Attention, batch: Batch, **values: Tensor) -> None:
+    for name, value in values.items() if batch.trace is not None else ():
+        # A copy: kernels turn heads where they lie.
+        batch.record(f"layers.{attention.layer}.{name}", value.clone())
 
 
 def project(attention: Attention, output: Tensor) -> Tensor:

@@ -295,11 +295,11 @@ class Policy(nn.Module):
             )
         spans = cache.make_room(slot_list, length_list, None if decode_from is None else decode_from.tolist())
         self._check_spans(spans, None if replayed is None else replayed.tolist())
-        plain = new is None and images is None and choices is None and capture is None and trace is None
-        if plain and fused.decodes(self, cache, spans):
+        plain = new is None and images is None and choices is None and capture is None
+        if plain and (trace is None or trace.steps) and fused.decodes(self, cache, spans):
             floors = [[span.floor for span in spans], [span.decoder_floor for span in spans]]
             starts = [span.start for span in spans]
-            stepped = graphs_of(self, cache).step(slot_list, token_ids[:, 0], starts, floors)
+            stepped = graphs_of(self, cache).step(slot_list, token_ids[:, 0], starts, floors, trace)
             cache.advance(slot_list, spans)
             return stepped
         batch = Batch.of_cached(cache, slots, spans, self.config.sliding_window, trace)

@@ -41,7 +41,8 @@ def exact_linear(x: Tensor, weight: Tensor, *, dtype: torch.dtype | None = None)
         flat = x.reshape(1, -1, x.shape[-1])
         product: Tensor = _ExactLinear.apply(flat, weight[None], dtype)  # pyright: ignore[reportAssignmentType]
         return product.view(*x.shape[:-1], len(weight))
-    return (x.float() @ weight.float().transpose(-1, -2)).to(dtype)
+    # So wide that the order of a sum, which depends on the number of rows, does not show.
+    return (x.double() @ weight.double().transpose(-1, -2)).to(dtype)
 
 
 def exact_pair(x: Tensor, first: Tensor, second: Tensor) -> Tensor:

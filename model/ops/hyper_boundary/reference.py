@@ -14,16 +14,17 @@ def coefficients(streams: Tensor, projection: Tensor, base: Tensor, scale: Tenso
     A (input mix), C (branch), M (residual mix, row-major):
     m = projection @ v / rms(v) for v = the flattened streams. A = sigmoid(m * scale[0] + base) + 1e-6; C = 2
     sigmoid; M = 20 rounds of row and column normalisation of softmax(m * scale[2] + base) over its last
-    axis, columns last.
+    axis, columns last. Computed in float64, in which the order of sums does not show.
     """
-    v = streams.float().flatten(1)
-    m = (v @ projection.float().T) * torch.rsqrt(v.square().mean(1, keepdim=True) + 1e-20)
+    v = streams.double().flatten(1)
+    base, scale = base.double(), scale.double()
+    m = (v @ projection.double().T) * torch.rsqrt(v.square().mean(1, keepdim=True) + 1e-20)
     pre, post, comb = m.split([STREAMS, STREAMS, STREAMS * STREAMS], 1)
     base_pre, base_post, base_comb = base.split([STREAMS, STREAMS, STREAMS * STREAMS])
     a = torch.sigmoid(pre * scale[0] + base_pre) + _FLOOR
     c = 2 * torch.sigmoid(post * scale[1] + base_post)
     mix = sinkhorn((comb * scale[2] + base_comb).unflatten(1, (STREAMS, STREAMS)))
-    return torch.cat([a, c, mix.flatten(1)], 1)
+    return torch.cat([a, c, mix.flatten(1)], 1).float()
 
 
 def sinkhorn(logits: Tensor) -> Tensor:

@@ -180,7 +180,11 @@ def _coefficients(
     PARTS: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):
-    """Projection, then gates and Sinkhorn rounds."""
+    """Projection, then gates and Sinkhorn rounds.
+
+    Launched without fusing additions to multiplications: where the assembler may choose, kernels for few and
+    for many rows need not choose the same.
+    """
     coefficient_part(
         tl.program_id(0), tl.program_id(1), streams, squares, projection, base, scale, logits, out, partial,
         counters, count, K, BLOCK, DEPTH, PARTS, TOGETHER,
@@ -332,6 +336,7 @@ def coefficients(
         TOGETHER=together,
         num_warps=4,
         num_stages=4,
+        enable_fp_fusion=False,
     )
     return out
 

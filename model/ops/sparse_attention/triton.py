@@ -131,7 +131,7 @@ def _forward(
         total = total * decay + tl.sum(p, 1)
         acc = tl.dot(round_bf16(p), kv, acc * decay[:, None])
     tl.store(out + tile, round_bf16(acc * (1.0 / total)[:, None]).to(out.dtype.element_ty))
-    tl.store(lse + token * HEADS + h, (top * scale + tl.log2(total)) * LN2)
+    tl.store(lse + token * HEADS + h, tl.fma(top, scale, tl.log2(total)) * LN2)
 
 
 def forward(
@@ -169,7 +169,8 @@ def forward(
         D=channels,
         BLOCK=keys.block,
         BRANCHED=not exact,
-        num_warps=8,
+        # Fewer heads leave warps to share a row, as many of them as in decoding: the sums' order says so.
+        num_warps=4 if exact and block_h < 64 else 8,
         num_stages=stages,
     )
     return out, lse

@@ -121,22 +121,22 @@ def read_resources(name: str, kernel) -> Resources:
 
 
 @pytest.fixture(scope="module")
-def compiled() -> Iterator[Callable]:
-    """`compiled(launcher, *meta_tensors, **kwargs)`: the resources of each kernel it would launch."""
+def compiled_kernels() -> Iterator[Callable]:
+    """`compiled_kernels(launcher, *meta_tensors, **kwargs)`: name and code of each kernel it would launch."""
     import triton
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
     assert not triton.knobs.runtime.interpret, "the compile gate needs TRITON_INTERPRET unset"
-    kernels: list[Resources] = []
+    kernels: list = []
     run = JITFunction.run
 
     def warmup(self, *args, grid, warmup, **kwargs):
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        kernels.append(read_resources(self.__name__.lstrip("_"), kernel))
+        kernels.append((self.__name__.lstrip("_"), kernel))
         return kernel
 
-    def call(launcher: Callable, *args, **kwargs) -> list[Resources]:
+    def call(launcher: Callable, *args, **kwargs) -> list:
         kernels.clear()
         launcher(*args, **kwargs)
         return list(kernels)
@@ -146,3 +146,13 @@ def compiled() -> Iterator[Callable]:
         patch.setattr(JITFunction, "run", warmup)
         patch.setattr(driver, "_active", _Hopper())
         yield call
+
+
+@pytest.fixture(scope="module")
+def compiled(compiled_kernels) -> Callable:
+    """`compiled(launcher, *meta_tensors, **kwargs)`: the resources of each kernel it would launch."""
+
+    def call(launcher: Callable, *args, **kwargs) -> list[Resources]:
+        return [read_resources(name, kernel) for name, kernel in compiled_kernels(launcher, *args, **kwargs)]
+
+    return call

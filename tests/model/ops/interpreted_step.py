@@ -28,7 +28,8 @@ def main(tokens: int, prompt: int) -> None:
     """`tokens` of a document, the first `prompt` of them as a prompt and the others one at a time."""
     interpreter.InterpreterBuilder.create_dot = _dot
     dispatch.use_kernel = _everywhere
-    from model.policy import PackedTokens, Policy
+    from model.diagnostics.exactness import differences
+    from model.policy import Policy
     from model.presets import NANO
 
     shape = replace(NANO, num_attention_heads=16, head_dim=64, index_head_dim=64, hc_sinkhorn_iters=20)
@@ -38,16 +39,9 @@ def main(tokens: int, prompt: int) -> None:
     policy.reset_parameters(3)
     policy.fake_quant = policy.exact = True
     ids = torch.randint(0, 64, (tokens,), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(), dispatch.fused_everywhere():
-        trained = policy(PackedTokens(ids, torch.tensor([0, tokens]))).hidden
-        cache = policy.new_cache(1, 64, storage="packed")
-        slot = torch.tensor([cache.allocate()])
-        differing = []
-        for begin, end in [(0, prompt), *((at, at + 1) for at in range(prompt, tokens))]:
-            hidden = policy.extend(cache, slot, ids[None, begin:end], torch.tensor([end - begin]))
-            if not torch.equal(hidden[0], trained[end - 1]):
-                differing.append(end - 1)
-    print("differing", differing, "spread", f"{trained.float().std().item():.2f}")
+    with dispatch.fused_everywhere():
+        found = differences(policy, ids, [prompt])
+    print("differing", [str(difference) for difference in found])
     print("kernels", " ".join(sorted(op for op, path in dispatch.paths().items() if path == "triton")))
 
 

@@ -30,9 +30,9 @@ def test_decode_steps_repeat_a_training_pass_bit_for_bit():
         "TRITON_INTERPRET": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
     }
-    command = [sys.executable, "-W", "ignore", "-m", "tests.model.ops.interpreted_step", "19", "14"]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.model.ops.interpreted_step", "18", "15"]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
     differing, kernels = done.stdout.splitlines()[-2:]
-    assert differing.startswith("differing [] spread ") and float(differing.split()[-1]) > 0.1
+    assert differing == "differing []"
     assert set(kernels.split()[1:]) >= STEP

@@ -1,0 +1,214 @@
+"""Exact mode without a card: kernels that must agree in every bit round the same expressions.
+
+What the interpreter cannot see is checked on kernels compiled for sm_90: in which order a sum over a tile
+runs, and which additions are fused to multiplications. Shapes are those of the policy of
+`benchmarks.model_gpu_setup`.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="no Triton on this platform")
+
+from model.ops.candidates import triton as candidates
+from model.ops.exact_linear import triton as exact_linear
+from model.ops.experts import product
+from model.ops.experts import triton as experts
+from model.ops.experts.plan import Plan, most_tiles
+from model.ops.hyper_boundary import triton as boundary
+from model.ops.index_decode import triton as index_decode
+from model.ops.indexer import triton as indexer
+from model.ops.latents import triton as latents
+from model.ops.pack_keys import triton as packing
+from model.ops.rotary import triton as rotary
+from model.ops.sparse_attention import triton as attention
+from model.ops.sparse_decode import triton as decode
+from tests.model.ops import arithmetic
+from tests.model.ops.test_compile import CASES
+
+pytestmark = pytest.mark.slow
+
+MANY, D, WIDTH, EXPERTS, CHOSEN = 4096, 2048, 512, 12, 4
+BF16, FP32, INT, LONG, BYTE = torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.uint8
+
+
+def _t(*shape, dtype=BF16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.fixture(scope="module")
+def rounds(compiled_kernels):
+    """`rounds(launcher, ...)`: the expressions that each launched kernel rounds."""
+
+    def call(launcher, *args, **options):
+        return [arithmetic.rounded(k.asm["ptx"]) for _, k in compiled_kernels(launcher, *args, **options)]
+
+    return call
+
+
+def _update(rounds, rows, terms=0):
+    place = _t(rows, terms, dtype=INT) if terms else None
+    branch = _t(rows * max(terms, 1), D)
+    coefficient = _t(rows, 24, dtype=FP32)
+    (found,) = rounds(boundary.update, _t(rows, 4, D), branch, coefficient, _t(D), 1e-6, place=place)
+    return found
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64, 300])
+def test_an_update_of_streams(rounds, rows):
+    many = _update(rounds, MANY)
+    assert len(many) >= 5 and _update(rounds, rows) == many
+    (combined,) = rounds(experts.combine, _t(rows * 5, D), _plan(rows))
+    assert combined == {arithmetic.sum_of(5)}
+    assert _update(rounds, rows, 5) == many | combined
+
+
+@pytest.mark.parametrize("rows", [1, 64, 512, MANY])
+def test_coefficients_leave_nothing_to_fuse(compiled_kernels, rows):
+    streams, squares = _t(rows, 4, D), _t(rows, dtype=FP32)
+    site = _t(4 * D, 64), _t(24, dtype=FP32), _t(3, dtype=FP32)
+    ((_, kernel),) = compiled_kernels(boundary.coefficients, streams, squares, *site)
+    names = {name for name, _ in arithmetic.instructions(kernel.asm["ptx"])}
+    assert {"add.rn.f32", "mul.rn.f32"} <= names and not names & {"add.f32", "mul.f32", "sub.f32"}
+
+
+def _latents(rounds, rows, joint, **options):
+    angles = _t(rows, 32, dtype=FP32), _t(rows, 32, dtype=FP32)
+    values, window = _t(rows, 1280), _t(rows, WIDTH)
+    if joint:
+        values, window = _t(rows, 1280 + WIDTH).split([1280, WIDTH], 1)
+    given = {"rounded": True, "ring": None, "target": None, "out": None, **options}
+    (found,) = rounds(latents.latents, values, _t(1280), window, _t(WIDTH), *angles, 1e-6, **given)
+    return found
+
+
+def test_latents_of_a_step_of_a_pass_and_of_training(rounds):
+    ring, target = _t(8192, 528, dtype=BYTE), _t(MANY, dtype=LONG)
+    step = _latents(rounds, 64, True, rounded=False, ring=ring, target=target[:64])
+    prefill = _latents(rounds, MANY, False, ring=ring, target=target)
+    assert prefill == _latents(rounds, MANY, False) and step < prefill
+    (norm,) = rounds(latents.latent_norm, _t(MANY, 1280), _t(1280), 1e-6)
+    angles = _t(MANY, 32, dtype=FP32), _t(MANY, 32, dtype=FP32)
+    (window,) = rounds(rotary.window_keys, _t(MANY, WIDTH), _t(WIDTH), *angles, eps=1e-6, rounded=True)
+    factor = {root for root in norm if root.startswith("rsqrt(")}
+    assert len(factor) == 1 and norm - factor < prefill and window < prefill
+    assert (norm - factor) | window == prefill
+
+
+@pytest.mark.parametrize("heads", [8, 32, 64])
+def test_index_scores(rounds, heads):
+    def dense(count, keys):
+        query, weights = _t(count, heads, 128), _t(count, heads, dtype=FP32)
+        seen = {name: _t(count, dtype=INT) for name in ("begins", "ends")}
+        return rounds(indexer.index_scores, query, _t(keys, 128), weights, **seen)[0]
+
+    many = dense(1024, 4096)
+    assert len(many) == 1 and "m" in next(iter(many))
+    assert dense(1023, 4099) == dense(1, 4099) == many
+    query, ends, blocks = _t(64, heads, 128), _t(64, dtype=INT), _t(64, 256, dtype=INT)
+    weights = _t(64, heads, dtype=FP32)
+    assert rounds(candidates.scores_of_blocks, query, _t(8192, 128), weights, ends, blocks, 8)[0] == many
+    records, table = _t(8192, 68, dtype=BYTE), _t(64, 32, dtype=LONG)
+    for chosen in (None, blocks):
+        options = {"width": 2048, "page_groups": 64, "blocks": chosen, "block_size": 8, "factor": 2.0**-6}
+        (step,) = rounds(index_decode.decode_scores, query, _t(64, heads), records, table, ends, **options)
+        assert {root for root in step if "m," in root} == many
+
+
+def _attention(rounds, batch, *, heads=64):
+    keys = _t(batch, 512, dtype=INT), _t(batch, 128, dtype=INT)
+    angles = _t(batch, 32, dtype=FP32), _t(batch, 32, dtype=FP32)
+    return rounds(
+        decode.decode,
+        *(_t(batch, heads, WIDTH), _t(8192, 288, dtype=BYTE), keys[0], _t(8192, 528, dtype=BYTE), keys[1]),
+        _t(heads, dtype=FP32),
+        scale=WIDTH**-0.5,
+        counts=_t(batch, 2, dtype=INT),
+        rope=angles,
+        exact=True,
+    )[0]
+
+
+@pytest.mark.parametrize("heads", [16, 32, 64, 128])
+@pytest.mark.parametrize("batch", [1, 64])
+def test_attention(rounds, batch, heads):
+    """With as many warps to a row of scores, whose sum is the one that could run in another order."""
+    keys = attention.KeyRows(_t(MANY, 640, dtype=INT), _t(MANY, 2, dtype=INT), 512, 64)
+    (forward,) = rounds(
+        attention.forward, _t(MANY, heads, WIDTH), _t(8192, WIDTH), keys, _t(heads, dtype=FP32),
+        scale=WIDTH**-0.5, exact=True,
+    )  # fmt: skip
+    step = _attention(rounds, batch, heads=heads)
+    weight = {root for root in forward if root.startswith("ex2(")}
+    assert len(weight) == 1 and weight <= step
+    sums = {root for root in arithmetic.outermost(forward, "add") if "ex2(" in root}
+    assert len(sums) == 1
+    assert {root for root in arithmetic.outermost(step, "add") if "ex2(" in root} == sums
+    if heads == 64:
+        (logarithm,) = (root for root in forward if root.startswith("mul(0f3F317218,"))
+        assert {root for root in step if "ex2(" in root} == forward - {logarithm}
+
+
+def _plan(tokens):
+    items = tokens * (CHOSEN + 1)
+    tiles = _t(most_tiles(items, EXPERTS + 1) + 1, 2, dtype=INT)
+    return Plan(_t(items, dtype=INT), _t(tokens, CHOSEN + 1, dtype=INT), _t(EXPERTS + 1, dtype=INT), tiles)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 64, 200])
+def test_experts(rounds, tokens):
+    w13, w2 = _t(EXPERTS + 1, 1024, D), _t(EXPERTS + 1, D, WIDTH)
+    weights = _t(MANY, CHOSEN, dtype=FP32)
+    (many,) = rounds(product.activated, _t(MANY, D), w13, weights, _plan(MANY), 10.0)
+    (apart,) = rounds(experts.swiglu, _t(5 * MANY, 1024), weights, _plan(MANY), 10.0)
+    few, second = rounds(product.few, _t(tokens, D), w13, w2, weights[:tokens], _plan(tokens), 10.0)
+    assert many == apart == few and len(few) == 1 and not second
+
+
+@pytest.mark.parametrize(("kind", "ratio"), [("main", 2), ("main", 1), ("index", 1)])
+def test_records(rounds, kind, ratio):
+    width, dtype = (128 if kind == "index" else WIDTH), (FP32 if ratio > 1 else BF16)
+
+    def packed(groups):
+        values, starts = _t(groups * ratio, width, dtype=dtype), _t(groups, dtype=INT)
+        angles = _t(groups, 32, dtype=FP32), _t(groups, 32, dtype=FP32)
+        gates = values if ratio > 1 else None
+        return rounds(packing.pack_keys, kind, values, gates, ratio, starts, _t(width), 1e-6, angles)[0]
+
+    many = packed(MANY)
+    assert len(many) >= 3
+    assert all(packed(groups) == many for groups in (1, 8, 64, 653))
+
+
+@pytest.mark.parametrize(("columns", "depth"), [(1280, D), (512, D), (D, 8192), (32, D), (32768, 1280)])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_products_add_their_parts_in_order(rounds, columns, depth, dtype):
+    def product_of(rows):
+        out = _t(1, rows, columns, dtype=dtype)
+        return rounds(exact_linear.product, _t(1, rows, depth), _t(1, columns, depth), out)[0]
+
+    parts, one = exact_linear.parts(columns, depth), {arithmetic.sum_of(1)}
+    assert product_of(MANY) == product_of(257) == one
+    for rows in (1, 64, 256):
+        assert product_of(rows) == one | {arithmetic.sum_of(parts)}
+
+
+EXACT = (
+    "decode_exact", "decode_plain", "decode_site", "attention_exact", "boundary", "candidates", "engram",
+    "exact_few", "exact_many", "experts", "experts_few", "experts_products", "index_decode",
+    "index_decode_listed", "pack_main", "pack_index", "pack_window", "packed_experts_exact", "rotary",
+    "scores_bf16",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_the_assembler_has_nothing_left_to_fuse(compiled_kernels, case):
+    found = {}
+
+    def compiled(launcher, *args, **options):
+        kernels = compiled_kernels(launcher, *args, **options)
+        found.update({name: arithmetic.left_to_fuse(k.asm["ptx"]) for name, k in kernels})
+        return []
+
+    CASES[case](compiled)
+    assert found and not any(found.values()), found
