@@ -107,6 +107,9 @@ def _forward(
     token = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     d = tl.arange(0, D)
+    if HEADS % BLOCK_H:
+        # Further rows of the tile repeat the last head and write the same once more.
+        h = tl.minimum(h, HEADS - 1)
     tile = token * HEADS * D + h[:, None] * D + d[None, :]
     q = operand(tl.load(query + tile))
     chosen = tl.load(counts + token * 2)
@@ -151,8 +154,10 @@ def forward(
     )
     out = torch.empty_like(query)
     lse = torch.empty((count, heads), dtype=torch.float32, device=query.device)
-    block_h = min(heads, 64)
-    _forward[(count, heads // block_h)](
+    # In exact mode a whole tile for fewer heads too: with less the card multiplies by other instructions, by
+    # which decoding would cut the sums otherwise.
+    block_h = 64 if exact else min(heads, 64)
+    _forward[(count, triton.cdiv(heads, block_h))](
         query,
         table,
         keys.rows,
@@ -169,8 +174,7 @@ def forward(
         D=channels,
         BLOCK=keys.block,
         BRANCHED=not exact,
-        # Fewer heads leave warps to share a row, as many of them as in decoding: the sums' order says so.
-        num_warps=4 if exact and block_h < 64 else 8,
+        num_warps=8,
         num_stages=stages,
     )
     return out, lse

@@ -114,7 +114,7 @@ def _accumulate(
 def _decode(
     query, records, indices, window, window_indices, counts, cosine, sine, sink, out, partial_max,
     partial_sum, softmax_scale, flag, KEYS: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr,
-    D: tl.constexpr, SPLITS: tl.constexpr, HALVES: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, HALVES: tl.constexpr, BLOCK: tl.constexpr,
     WINDOW_BLOCK: tl.constexpr, BRANCHED: tl.constexpr, COUNTED: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -127,7 +127,10 @@ def _decode(
     else:
         main_count = _count(indices + row * KEYS, KEYS)
         window_count = _count(window_indices + row * WINDOW, WINDOW)
-    h = tl.arange(0, HEADS)
+    h = tl.arange(0, TILE)
+    if HEADS != TILE:
+        # Further rows of the tile repeat the last head and write the same once more.
+        h = tl.minimum(h, HEADS - 1)
     d = tl.arange(0, HALF)
     q_pointer = query + row * HEADS * D + h[:, None] * D + d[None, :]
     q0 = operand(tl.load(q_pointer))
@@ -136,12 +139,12 @@ def _decode(
         at = row * (ROPE // 2)
         q1 = turned(q1, q_pointer + HALF, HALF + d, cosine + at, sine + at, D, ROPE)
     scale = softmax_scale * LOG2E * KEY_SCALE
-    acc0 = tl.zeros((HEADS, HALF), tl.float32)
-    acc1 = tl.zeros((HEADS, HALF), tl.float32)
+    acc0 = tl.zeros((TILE, HALF), tl.float32)
+    acc1 = tl.zeros((TILE, HALF), tl.float32)
     top = tl.load(sink + h) * (1.0 / (softmax_scale * KEY_SCALE))
-    total = tl.full((HEADS,), 1.0, tl.float32)
+    total = tl.full((TILE,), 1.0, tl.float32)
     if split > 0:
-        total = tl.zeros((HEADS,), tl.float32)
+        total = tl.zeros((TILE,), tl.float32)
 
     MAIN: tl.constexpr = D // 2 + D // 16
     g = tl.arange(0, HALF // 16)
@@ -189,7 +192,8 @@ def _decode(
         if ROPE > 0:  # noqa: SIM102
             if half == HALVES - 1:
                 at = row * (ROPE // 2)
-                turn_back(out + (row * HEADS + h[:, None]) * D, cosine + at, sine + at, HEADS, D, ROPE)
+                heads = row * HEADS + tl.arange(0, HEADS)[:, None]
+                turn_back(out + heads * D, cosine + at, sine + at, HEADS, D, ROPE)
     else:
         part = row * SPLITS + split
         o = out + part * HEADS * D + half * HALF + h[:, None] * D + d[None, :]
@@ -287,6 +291,8 @@ def decode(
             KEYS=indices.shape[1],
             WINDOW=window_indices.shape[1],
             HEADS=heads,
+            # As in `sparse_attention(..., exact=True)`.
+            TILE=max(heads, 64) if exact else heads,
             D=channels,
             SPLITS=splits,
             HALVES=cut.halves,

@@ -115,30 +115,25 @@ def test_index_scores(rounds, heads):
         assert {root for root in step if "m," in root} == many
 
 
-def _attention(rounds, batch, *, heads=64):
-    keys = _t(batch, 512, dtype=INT), _t(batch, 128, dtype=INT)
-    angles = _t(batch, 32, dtype=FP32), _t(batch, 32, dtype=FP32)
-    return rounds(
-        decode.decode,
-        *(_t(batch, heads, WIDTH), _t(8192, 288, dtype=BYTE), keys[0], _t(8192, 528, dtype=BYTE), keys[1]),
-        _t(heads, dtype=FP32),
-        scale=WIDTH**-0.5,
-        counts=_t(batch, 2, dtype=INT),
-        rope=angles,
-        exact=True,
-    )[0]
+def _training(compile, heads):
+    keys = attention.KeyRows(_t(MANY, 640, dtype=INT), _t(MANY, 2, dtype=INT), 512, 64)
+    given = _t(MANY, heads, WIDTH), _t(8192, WIDTH), keys, _t(heads, dtype=FP32)
+    return compile(attention.forward, *given, scale=WIDTH**-0.5, exact=True)[0]
+
+
+def _decoding(compile, batch, heads):
+    main, window = _t(8192, 288, dtype=BYTE), _t(8192, 528, dtype=BYTE)
+    keys, recent = _t(batch, 512, dtype=INT), _t(batch, 128, dtype=INT)
+    given = _t(batch, heads, WIDTH), main, keys, window, recent, _t(heads, dtype=FP32)
+    rope, counts = (_t(batch, 32, dtype=FP32), _t(batch, 32, dtype=FP32)), _t(batch, 2, dtype=INT)
+    return compile(decode.decode, *given, scale=WIDTH**-0.5, counts=counts, rope=rope, exact=True)[0]
 
 
 @pytest.mark.parametrize("heads", [16, 32, 64, 128])
 @pytest.mark.parametrize("batch", [1, 64])
 def test_attention(rounds, batch, heads):
-    """With as many warps to a row of scores, whose sum is the one that could run in another order."""
-    keys = attention.KeyRows(_t(MANY, 640, dtype=INT), _t(MANY, 2, dtype=INT), 512, 64)
-    (forward,) = rounds(
-        attention.forward, _t(MANY, heads, WIDTH), _t(8192, WIDTH), keys, _t(heads, dtype=FP32),
-        scale=WIDTH**-0.5, exact=True,
-    )  # fmt: skip
-    step = _attention(rounds, batch, heads=heads)
+    """Of any number of heads: what differs most easily is the order in which a row of weights is summed."""
+    forward, step = _training(rounds, heads), _decoding(rounds, batch, heads)
     weight = {root for root in forward if root.startswith("ex2(")}
     assert len(weight) == 1 and weight <= step
     sums = {root for root in arithmetic.outermost(forward, "add") if "ex2(" in root}
@@ -212,3 +207,35 @@ def test_the_assembler_has_nothing_left_to_fuse(compiled_kernels, case):
 
     CASES[case](compiled)
     assert found and not any(found.values()), found
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "attention_exact", "boundary", "candidates", "decode_exact", "decode_plain", "decode_site",
+        "exact_few", "exact_many", "experts_few", "experts_products", "index_decode",
+        "index_decode_listed", "scores_bf16",
+    ],
+)  # fmt: skip
+def test_few_and_many_rows_multiply_by_one_kind_of_instruction(compiled_kernels, case):
+    """Two kinds cut a long sum into other parts, where operands are converted on the way."""
+    kinds = set()
+
+    def compiled(launcher, *args, **options):
+        kinds.update(*(_products(kernel) for kernel in compiled_kernels(launcher, *args, **options)))
+        return []
+
+    CASES[case](compiled)
+    assert kinds == {"wgmma"}
+
+
+@pytest.mark.parametrize("heads", [16, 32])
+def test_fewer_heads_multiply_by_the_same_instruction(compiled_kernels, heads):
+    assert _products(_training(compiled_kernels, heads)) == {"wgmma"}
+    assert _products(_decoding(compiled_kernels, 1, heads)) == {"wgmma"}
+
+
+def _products(compiled):
+    _, kernel = compiled
+    names = {name.split(".")[0] for name, _ in arithmetic.instructions(kernel.asm["ptx"])}
+    return {name for name in names if name.endswith("mma")}
