@@ -44,8 +44,10 @@ def _summary(kind: Any) -> str:
 
 
 def _attributes(kind: Any) -> dict[str, str]:
-    found = re.search(r"Attributes:\n(.*?)(?:\n\n|\Z)", inspect.getdoc(kind) or "", re.DOTALL)
-    lines = re.findall(r"^ {4}(\w+): (.*(?:\n {6,}.*)*)", found[1], re.MULTILINE) if found else []
+    lines: list[tuple[str, str]] = []
+    for each in reversed(kind.__mro__):
+        found = re.search(r"Attributes:\n(.*?)(?:\n\n|\Z)", inspect.getdoc(each) or "", re.DOTALL)
+        lines += re.findall(r"^ {4}(\w+): (.*(?:\n {6,}.*)*)", found[1], re.MULTILINE) if found else []
     return {key: " ".join(text.split()).replace("|", "\\|") for key, text in lines}
 
 

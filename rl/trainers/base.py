@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -62,6 +63,32 @@ class Loads:
         return text, image
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerConfig:
+    """What every trainer is told.
+
+    Attributes:
+        steps: optimiser steps, which a decaying schedule spans.
+        token_budget: most tokens of a micro-batch.
+        optimizer: rates and schedule.
+        fake_quant: whether keys are rounded as the sampler's caches store them.
+        balance_coef: weight of the sequence-level balance loss.
+        indexer_coef: weight of the indexers' KL loss; 0 leaves the indexers untrained.
+        draft: training of the drafter beside it.
+        recompute: activations of a layer are computed again in the backward pass and not kept (less memory,
+            about a third more time).
+    """
+
+    steps: int
+    token_budget: int = 8192
+    optimizer: OptimizerConfig
+    fake_quant: bool
+    balance_coef: float = 0.0
+    indexer_coef: float = 0.0
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    recompute: bool = False
+
+
 class Trainer:
     """A policy with its optimiser, schedule and counters. `version` counts the updates of the weights."""
 
@@ -70,34 +97,27 @@ class Trainer:
     def __init__(
         self,
         policy: AnyPolicy,
-        optimizer: OptimizerConfig,
+        config: TrainerConfig,
         *,
-        total_steps: int,
-        token_budget: int,
-        fake_quant: bool,
         temperature: float = 1.0,
-        balance_coef: float,
-        indexer_coef: float,
         indexer_over: Variant = "sparse",
-        draft: DraftConfig | None = None,
-        recompute: bool = False,
         ranks: Ranks = ALONE,
     ) -> None:
-        self.policy, self.optimizer = policy, Optimizer(policy, optimizer, ranks=ranks)
-        self.recompute, self.ranks = recompute, ranks
-        self.total_steps, self.token_budget = total_steps, token_budget
-        self.fake_quant, self.temperature = fake_quant, temperature
-        self.balance_coef, self.indexer_coef = balance_coef, indexer_coef
-        self.indexer_loss: bool | Variant = indexer_over if indexer_coef else False
+        self.policy, self.optimizer = policy, Optimizer(policy, config.optimizer, ranks=ranks)
+        self.recompute, self.ranks = config.recompute, ranks
+        self.total_steps, self.token_budget = config.steps, config.token_budget
+        self.fake_quant, self.temperature = config.fake_quant, temperature
+        self.balance_coef, self.indexer_coef = config.balance_coef, config.indexer_coef
+        self.indexer_loss: bool | Variant = indexer_over if config.indexer_coef else False
         self.drafting: DraftTrainer | None = None
-        if draft is not None and draft.anchors:
+        if config.draft.anchors:
             if not isinstance(policy, Policy):
                 raise ValueError("policy=hf has no drafter to train: set draft.anchors=0")
             self.drafting = DraftTrainer(
                 policy,
-                draft,
-                total_steps=total_steps,
-                token_budget=token_budget,
+                config.draft,
+                total_steps=config.steps,
+                token_budget=config.token_budget,
                 temperature=temperature,
                 ranks=ranks,
             )

@@ -17,8 +17,7 @@ from model.policy import PolicyOutput
 from rl.algorithms import AlgorithmConfig, LossInputs, objective
 from rl.algorithms.linear import linear_logprobs, linear_reverse_kl
 from rl.algorithms.opd import sampled_advantages
-from rl.trainers.base import Trainer
-from rl.trainers.draft import DraftConfig
+from rl.trainers.base import Trainer, TrainerConfig
 from rl.trainers.forward import packed_tokens
 from rl.trainers.optim import OptimizerConfig, require_at_least
 from rl.trainers.packing import MicroBatch
@@ -58,23 +57,15 @@ class TeacherConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OPDConfig:
+class OPDConfig(TrainerConfig):
     """Settings of the distillation. With `teachers`, a run distils where it would reinforce.
 
     Attributes:
         teachers: by a name of your choice; they and their weights can be changed while the run is going
             (`distillation.yaml` in its folder).
-        steps: optimiser steps, which a decaying schedule spans.
         objective: `exact` reverse KL over the vocabulary, or `sampled`: its one-token estimate as advantage.
         store: where the teachers' hidden states wait for the loss: `memory`, or files of the run (`disk`).
         temperature: the sampler's.
-        token_budget: most tokens of a micro-batch.
-        optimizer: rates and schedule.
-        fake_quant: whether keys are rounded as the sampler's caches store them.
-        balance_coef: weight of the sequence-level balance loss.
-        indexer_coef: weight of the indexers' KL loss.
-        draft: training of the drafter beside it.
-        recompute: activations of a layer are computed again in the backward pass and not kept.
     """
 
     teachers: dict[str, TeacherConfig] = field(default_factory=dict)
@@ -82,13 +73,8 @@ class OPDConfig:
     objective: Literal["exact", "sampled"] = "exact"
     store: Literal["memory", "disk"] = "memory"
     temperature: float = 1.0
-    token_budget: int = 8192
     optimizer: OptimizerConfig = field(default_factory=_optimizer)
     fake_quant: bool = True
-    balance_coef: float = 0.0
-    indexer_coef: float = 0.0
-    draft: DraftConfig = field(default_factory=DraftConfig)
-    recompute: bool = False
 
     def __post_init__(self) -> None:
         if self.objective not in ("exact", "sampled"):
@@ -114,19 +100,7 @@ class OPDTrainer(Trainer):
         weights: Mapping[str, float] | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
-        super().__init__(
-            policy,
-            config.optimizer,
-            total_steps=config.steps,
-            token_budget=config.token_budget,
-            fake_quant=config.fake_quant,
-            temperature=config.temperature,
-            balance_coef=config.balance_coef,
-            indexer_coef=config.indexer_coef,
-            draft=config.draft,
-            recompute=config.recompute,
-            ranks=ranks,
-        )
+        super().__init__(policy, config, temperature=config.temperature, ranks=ranks)
         self.config, self.teachers = config, teachers
         self.weights = dict(weights or {})
         """Weight of each teacher's samples; 1 where not named."""

@@ -18,12 +18,11 @@ from rl.algorithms import AlgorithmConfig, LossInputs, objective
 from rl.algorithms.advantages.registry import ADVANTAGES
 from rl.algorithms.entropy import next_coefficient, target_at
 from rl.algorithms.registry import settings_of
-from rl.trainers.base import Trainer, TrainerStateError
+from rl.trainers.base import Trainer, TrainerConfig, TrainerStateError
 from rl.trainers.batch import Batch, build_batch
 from rl.trainers.choices import ReplayChoices
 from rl.trainers.classes import ClassGaps
 from rl.trainers.critic import Critic, CriticConfig, Estimates, estimate
-from rl.trainers.draft import DraftConfig
 from rl.trainers.forward import TokenOutputs, token_outputs
 from rl.trainers.measure import Measures
 from rl.trainers.optim import OptimizerConfig, require_at_least
@@ -37,22 +36,13 @@ def _optimizer() -> OptimizerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RLConfig:
+class RLConfig(TrainerConfig):
     """Settings of the RL trainer.
 
     Attributes:
-        steps: optimiser steps, which a decaying schedule spans.
-        token_budget: most tokens of a micro-batch.
         max_tokens: longer samples are cut here; None cuts none.
         temperature: the sampler's; log-probabilities are those of softmax(logits / temperature).
-        optimizer: rates and schedule.
-        fake_quant: whether keys are rounded as the sampler's caches store them.
-        balance_coef: weight of the sequence-level balance loss.
-        indexer_coef: weight of the indexers' KL loss; 0 leaves the indexers untrained.
-        draft: training of the drafter beside it.
         scales_every: steps between counts of block scales at their limits (`quant/train/...`); 0: never.
-        recompute: activations of a layer are computed again in the backward pass and not kept (less memory,
-            about a third more time).
         parallel: how many processes train the policy together, in SFT too.
         critic: the value model, with advantage=gae.
         replay_choices: which of the sampler's choices the engine records and the forward pass repeats: none
@@ -61,16 +51,11 @@ class RLConfig:
     """
 
     steps: int = 200
-    token_budget: int = 8192
     max_tokens: int | None = None
     temperature: float = 1.0
     optimizer: OptimizerConfig = field(default_factory=_optimizer)
     fake_quant: bool = True
-    balance_coef: float = 0.0
-    indexer_coef: float = 0.0
-    draft: DraftConfig = field(default_factory=DraftConfig)
     scales_every: int = 10
-    recompute: bool = False
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     replay_choices: ReplayChoices = "experts"
@@ -105,19 +90,7 @@ class RLTrainer(Trainer):
         reference: AnyPolicy | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
-        super().__init__(
-            policy,
-            config.optimizer,
-            total_steps=config.steps,
-            token_budget=config.token_budget,
-            fake_quant=config.fake_quant,
-            temperature=config.temperature,
-            balance_coef=config.balance_coef,
-            indexer_coef=config.indexer_coef,
-            draft=config.draft,
-            recompute=config.recompute,
-            ranks=ranks,
-        )
+        super().__init__(policy, config, temperature=config.temperature, ranks=ranks)
         if algorithm.needs_reference != (reference is not None):
             raise ValueError(
                 "a KL term needs a reference policy, and without one a reference has no effect: "

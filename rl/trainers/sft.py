@@ -12,9 +12,8 @@ import torch
 
 from model.layers.indexer_loss import Variant
 from model.policies import AnyPolicy
-from rl.trainers.base import Trainer
+from rl.trainers.base import Trainer, TrainerConfig
 from rl.trainers.data import Sample
-from rl.trainers.draft import DraftConfig
 from rl.trainers.forward import token_outputs
 from rl.trainers.optim import OptimizerConfig, require_at_least
 from rl.trainers.ranks import ALONE, Ranks
@@ -28,11 +27,10 @@ def _optimizer() -> OptimizerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SFTConfig:
+class SFTConfig(TrainerConfig):
     """Settings of the warm start. The defaults teach half a million weights to copy in 250 steps.
 
     Attributes:
-        steps: optimiser steps, which the schedule spans.
         batch_size: demonstrations per step.
         data: files of conversations or trajectories (.jsonl, .parquet, or a folder of `datasets`); none: the
             environment's own demonstrations.
@@ -43,16 +41,8 @@ class SFTConfig:
         max_tokens: longer samples of files are refused.
         cut: keep the beginning of samples that are too long, instead.
         min_score: trajectories in files with a lower score, or none, are passed over; null takes all.
-        token_budget: most tokens of a micro-batch.
-        optimizer: rates and schedule.
-        fake_quant: whether keys are rounded as the caches will store them.
-        balance_coef: weight of the sequence-level balance loss.
-        indexer_coef: weight of the indexers' KL loss; 0 leaves the indexers untrained.
-        indexer_over: what that loss ranks: each token's own selection (`sparse`), or all it could select
-            (`dense`), from which an untrained indexer learns what it misses.
-        draft: training of the drafter beside it.
-        recompute: activations of a layer are computed again in the backward pass and not kept (less memory,
-            about a third more time).
+        indexer_over: what the indexers' loss ranks: each token's own selection (`sparse`), or all it could
+            select (`dense`), from which an untrained indexer learns what it misses.
     """
 
     steps: int = 250
@@ -65,14 +55,9 @@ class SFTConfig:
     max_tokens: int | None = None
     cut: bool = False
     min_score: float | None = None
-    token_budget: int = 8192
     optimizer: OptimizerConfig = field(default_factory=_optimizer)
     fake_quant: bool = False
-    balance_coef: float = 0.0
-    indexer_coef: float = 0.0
-    draft: DraftConfig = field(default_factory=DraftConfig)
     indexer_over: Variant = "sparse"
-    recompute: bool = False
 
     def __post_init__(self) -> None:
         require_at_least(self, 0, "steps", "balance_coef", "indexer_coef")
@@ -102,19 +87,7 @@ class SFTTrainer(Trainer):
     kind: ClassVar[str] = "sft"
 
     def __init__(self, policy: AnyPolicy, config: SFTConfig, *, ranks: Ranks = ALONE) -> None:
-        super().__init__(
-            policy,
-            config.optimizer,
-            total_steps=config.steps,
-            token_budget=config.token_budget,
-            fake_quant=config.fake_quant,
-            balance_coef=config.balance_coef,
-            indexer_coef=config.indexer_coef,
-            draft=config.draft,
-            indexer_over=config.indexer_over,
-            recompute=config.recompute,
-            ranks=ranks,
-        )
+        super().__init__(policy, config, indexer_over=config.indexer_over, ranks=ranks)
         self.config = config
 
     def step(self, samples: Sequence[Sample]) -> dict[str, float]:
