@@ -2,7 +2,7 @@
 
 A graph serves a bucket of batch sizes and of context lengths. Rows that fill a bucket up repeat its first
 row, which writes the same bytes twice. Everything is compiled and captured before the first step that needs
-it (`model.warm_up`, or then), never in a steady state.
+it (`model.engine.warm_up`, or then), never in a steady state.
 """
 
 from __future__ import annotations
