@@ -48,12 +48,14 @@ def _forward(
     keys = triton.joint_rows(
         indices, first, last, entries=len(entries), window_size=window_size, width=query.shape[2]
     )
-    kept = None
-    if gluon.supports(query, keys) and not exact:
-        keep = ctx.needs_input_grad[0] and len(query) <= _KEPT_TOKENS
+    special = gluon.supports(query, keys)
+    kept, keep = None, special and ctx.needs_input_grad[0] and len(query) <= _KEPT_TOKENS
+    if special and not exact:
         out, lse, kept = gluon.forward(query, table, keys, sink, scale=scale, keep=keep)
     else:
-        out, lse = triton.forward(query, table, keys, sink, scale=scale, exact=exact)
+        kept = gluon.Kept.empty(query, keys, keys.rows.shape[1] // keys.block) if keep else None
+        room = None if kept is None else (kept.weights, kept.tops)
+        out, lse = triton.forward(query, table, keys, sink, scale=scale, exact=exact, keep=room)
     ctx.constants = _Constants(scale, window_size, inverse, len(entries), keys.main, keys.block)
     ctx.mark_non_differentiable(lse)
     saved = query, table, indices, keys.rows, keys.counts, sink, out, lse

@@ -272,12 +272,19 @@ def supports(query: Tensor, keys: KeyRows) -> bool:
 class Kept:
     """Probabilities [T, H, columns] bf16 as the forward formed them, and the maxima that they refer to.
 
-    The softmax is not finished when a pair of tiles is done: `tops` [T, pairs, H] fp32, in units of a score
-    before its scale, say by what the pair's probabilities are still to be multiplied.
+    The softmax is not finished when a tile is done: `tops` fp32, in units of a score before its scale, say by
+    what its probabilities are still to be multiplied; [T, pairs, H] of pairs of tiles, or [T, 2 pairs, H].
     """
 
     weights: Tensor
     tops: Tensor
+
+    @staticmethod
+    def empty(query: Tensor, keys: KeyRows, maxima: int) -> "Kept":
+        """Room for those of queries [T, H, D] with so many `maxima` each."""
+        count, heads, _ = query.shape
+        tops = torch.empty((count, maxima, heads), dtype=torch.float32, device=query.device)
+        return Kept(query.new_empty((count, heads, keys.rows.shape[1])), tops)
 
 
 def forward(
@@ -290,10 +297,8 @@ def forward(
     assert table.numel() < 2**31, f"row offsets are 32 bits: {len(table)} rows are too many for one call"
     out = torch.empty_like(query)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-    columns, kept = keys.rows.shape[1], None
-    if keep:
-        tops = lse.new_empty((len(query), columns // (2 * TILE), HEADS))
-        kept = Kept(query.new_empty((len(query), HEADS, columns)), tops)
+    columns = keys.rows.shape[1]
+    kept = Kept.empty(query, keys, columns // (2 * TILE)) if keep else None
     _forward[(len(query),)](
         query,
         table,

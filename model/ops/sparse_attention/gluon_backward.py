@@ -61,6 +61,7 @@ def _compute(
     H: gl.constexpr,
     D: gl.constexpr,
     BLOCK: gl.constexpr,
+    TOPS: gl.constexpr,
 ):
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BLOCK, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, D // 2, 16])
@@ -80,9 +81,15 @@ def _compute(
         pair = visited(n, used, MAIN, BLOCK)
         at = token * H * COLUMNS + 2 * pair * BLOCK
         p = gl.load(kept + at + place)
-        top = gl.load(tops + (token * PAIRS + pair) * H + h)
+        top = gl.load(tops + (token * PAIRS + pair) * (TOPS * H) + h)
+        if TOPS == 2:
+            second = gl.load(tops + (token * PAIRS + pair) * (TOPS * H) + H + h)
         dp = scores(shared, n & 1, SCORES, H, BLOCK)
-        p = p.to(gl.float32) * gl.expand_dims(gl.exp2(top * scale - log_total), 1)
+        factor = gl.expand_dims(gl.exp2(top * scale - log_total), 1)
+        if TOPS == 2:
+            late = gl.expand_dims(gl.exp2(second * scale - log_total), 1)
+            factor = gl.where(gl.expand_dims(column < BLOCK, 0), factor, late)
+        p = p.to(gl.float32) * factor
         ds = (p * (dp - gl.expand_dims(dot_out, 1)) * softmax_scale).to(gl.bfloat16)
         gl.store(weights + at + place, p.to(gl.bfloat16))
         gl.store(grad_scores + at + place, ds)
@@ -113,8 +120,9 @@ def _kept_query_gradient(
     H: gl.constexpr,
     D: gl.constexpr,
     BLOCK: gl.constexpr,
+    TOPS: gl.constexpr,
 ):
-    """As `model.ops.sparse_attention.backward._query_gradient`."""
+    """As `model.ops.sparse_attention.backward._query_gradient`; TOPS maxima a pair of tiles."""
     token = gl.program_id(0).to(gl.int64)
     shared = allocate(grad_out + token * H * D, H, D, BLOCK)
     gl.warp_specialize(
@@ -142,6 +150,7 @@ def _kept_query_gradient(
                     H,
                     D,
                     BLOCK,
+                    TOPS,
                 ),
             ),
         ],
@@ -187,5 +196,6 @@ def query_gradient(
         H=HEADS,
         D=WIDTH,
         BLOCK=TILE,
+        TOPS=2 * TILE * kept.tops.shape[1] // keys.rows.shape[1],
         num_warps=4,
     )

@@ -94,6 +94,8 @@ def _forward(
     sink,
     out,
     lse,
+    kept,
+    tops,
     softmax_scale,
     flag,
     MAIN: tl.constexpr,
@@ -103,6 +105,7 @@ def _forward(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     BRANCHED: tl.constexpr,
+    KEEP: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -132,7 +135,12 @@ def _forward(
         top = raised
         p = tl.exp2(s * scale - (top * scale)[:, None])
         total = total * decay + tl.sum(p, 1)
-        acc = tl.dot(round_bf16(p), kv, acc * decay[:, None])
+        weights = round_bf16(p)
+        if KEEP:
+            pair = (token * HEADS + h[:, None]) * COLUMNS + column[None, :]
+            tl.store(kept + pair, weights.to(kept.dtype.element_ty))
+            tl.store(tops + (token * (COLUMNS // BLOCK) + n // BLOCK) * HEADS + h, top)
+        acc = tl.dot(weights, kv, acc * decay[:, None])
     tl.store(out + tile, round_bf16(acc * (1.0 / total)[:, None]).to(out.dtype.element_ty))
     tl.store(lse + token * HEADS + h, tl.fma(top, scale, tl.log2(total)) * LN2)
 
@@ -146,8 +154,13 @@ def forward(
     scale: float,
     exact: bool = False,
     stages: int = 2,
+    keep: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output [T, H, D] and log-sum-exp [T, H] over `table` = entries followed by window rows."""
+    """Output [T, H, D] and log-sum-exp [T, H] over `table` = entries followed by window rows.
+
+    Into `keep` go the probabilities [T, H, columns] bf16 as they are formed, and the maximum of the scores
+    up to their tile [T, tiles, H] fp32, to which they refer.
+    """
     count, heads, channels = query.shape
     assert table.numel() < 2**31, (
         f"row offsets are 32 bits: {len(table)} rows of {channels} are too many for one call"
@@ -165,6 +178,7 @@ def forward(
         sink,
         out,
         lse,
+        *((out, lse) if keep is None else keep),
         scale,
         LAYOUT_FLAG,
         MAIN=keys.main,
@@ -174,6 +188,7 @@ def forward(
         D=channels,
         BLOCK=keys.block,
         BRANCHED=not exact,
+        KEEP=keep is not None,
         num_warps=8,
         num_stages=stages,
     )

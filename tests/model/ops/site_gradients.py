@@ -1,7 +1,14 @@
 """Gradients through whole sites, for the interpreter's process: the joints between kernels and autograd."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from model.ops.sparse_attention.triton import KeyRows
 
 
 def of_attention(
@@ -36,3 +43,14 @@ def of_hyper_connections(leaves: list[Tensor], grads: list[Tensor]) -> list[Tens
         return [*(x.detach() for x in results), *torch.autograd.grad(results, leaves, grads)]
     finally:
         torch.mm = product
+
+
+def kept_probabilities(
+    query: Tensor, table: Tensor, keys: KeyRows, sink: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Exact forward: output, log-sum-exp, and what it keeps."""
+    from model.ops.sparse_attention import gluon, triton
+
+    kept = gluon.Kept.empty(query, keys, keys.rows.shape[1] // keys.block)
+    room = kept.weights, kept.tops
+    return *triton.forward(query, table, keys, sink, scale=scale, exact=True, keep=room), *room

@@ -115,10 +115,10 @@ def test_index_scores(rounds, heads):
         assert {root for root in step if "m," in root} == many
 
 
-def _training(compile, heads):
+def _training(compile, heads, keep=None):
     keys = attention.KeyRows(_t(MANY, 640, dtype=INT), _t(MANY, 2, dtype=INT), 512, 64)
     given = _t(MANY, heads, WIDTH), _t(8192, WIDTH), keys, _t(heads, dtype=FP32)
-    return compile(attention.forward, *given, scale=WIDTH**-0.5, exact=True)[0]
+    return compile(attention.forward, *given, scale=WIDTH**-0.5, exact=True, keep=keep)[0]
 
 
 def _decoding(compile, batch, heads):
@@ -127,6 +127,11 @@ def _decoding(compile, batch, heads):
     given = _t(batch, heads, WIDTH), main, keys, window, recent, _t(heads, dtype=FP32)
     rope, counts = (_t(batch, 32, dtype=FP32), _t(batch, 32, dtype=FP32)), _t(batch, 2, dtype=INT)
     return compile(decode.decode, *given, scale=WIDTH**-0.5, counts=counts, rope=rope, exact=True)[0]
+
+
+def test_attention_that_keeps_its_probabilities_for_the_backward(rounds):
+    kept = _t(MANY, 64, 640), _t(MANY, 10, 64, dtype=FP32)
+    assert _training(rounds, 64, kept) == _training(rounds, 64)
 
 
 @pytest.mark.parametrize("heads", [16, 32, 64, 128])

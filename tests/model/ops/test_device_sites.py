@@ -38,11 +38,12 @@ def _compare(run, define, leaves, bounds):
         assert all(torch.equal(a, b) for a, b in zip((*again, *repeated), (*got, *found), strict=True))
 
 
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("kept", [0, 400])
 @pytest.mark.parametrize(
     ("count", "heads", "chosen"), [(301, 64, 512), (150, 64, 192), (37, 64, 100), (64, 128, 64), (50, 64, 0)]
 )
-def test_attention_between_rotations_and_its_projection(count, heads, chosen, kept, monkeypatch):
+def test_attention_between_rotations_and_its_projection(count, heads, chosen, kept, exact, monkeypatch):
     from model.ops.sparse_attention import autograd
 
     monkeypatch.setattr(autograd, "_KEPT_TOKENS", kept)
@@ -56,7 +57,7 @@ def test_attention_between_rotations_and_its_projection(count, heads, chosen, ke
     def run(query, entries, window, sink, matrices):
         own = query.clone()
         where = (entries, indices, window, x.first, sink, angles, matrices)
-        out, _, turned = attention_site(own, *where, scale=SCALE)
+        out, _, turned = attention_site(own, *where, scale=SCALE, exact=exact)
         assert turned.data_ptr() == own.data_ptr() and not turned.requires_grad
         return (out,)
 

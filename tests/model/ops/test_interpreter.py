@@ -68,6 +68,14 @@ def test_attention_forward_and_backward(interpreted):
     assert _error(out, expected) < 4e-3
     torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=0)
 
+    site = "tests.model.ops.site_gradients"
+    again, exact_lse, kept, tops = interpreted(site, "kept_probabilities", query, table, rows, sink, SCALE)
+    assert _error(again, expected) < 4e-3
+    scores = torch.einsum("thd,tkd->thk", wide[0], table.double()[rows.rows.clamp_min(0).long()]) * SCALE
+    right = (scores - expected_lse[:, :, None]).exp() * (rows.rows >= 0)[:, None]
+    factor = tops.repeat_interleave(rows.block, 1).transpose(1, 2) * SCALE - exact_lse[:, :, None]
+    assert _error(kept * factor.exp(), right.detach()) < 4e-3
+
     saved = Saved(query, table, rows, indices, out, lse, SCALE, window_size, entries)
     inverse = invert(indices, entries, chunk=16)
     got = interpreted(
