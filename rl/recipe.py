@@ -13,24 +13,23 @@ from model.engine.sampler import SamplingParams
 from rl import effort_curve
 from rl.checkpoint import Checkpoint
 from rl.controller import Controller, Generator, Learner, Plan, Publisher
-from rl.distil.stage import DistilStream, open_distillation
+from rl.distil.stage import DistilStream, Student, open_distillation
 from rl.environments import group_plan, load_environments, open_stream, shares, sources
 from rl.evaluation import EvalResult, summarize
 from rl.launch.config import RunConfig
 from rl.rollout.assignment import Assignment, Purpose
-from rl.rollout.buffer import Batch, Buffer
+from rl.rollout.buffer import Buffer
 from rl.rollout.dispatch import Dispatcher
 from rl.rollout.mixture import MixedStream, interleaved
 from rl.rollout.resume import Recovered, plan_resume
-from rl.trainers.distiller import Lesson
 from rl.watch.watch import Watch
 
 _SFT_CHUNK = 10
 _EVAL_SEED = 7_919
 
 
-class StagedLearner(Learner, Protocol):
-    """A learner that also imitates, restores and compares itself with the sampler."""
+class StagedLearner(Learner, Student, Protocol):
+    """A learner that also imitates, distils, restores and compares itself with the sampler."""
 
     async def warm_start(self, steps: int) -> dict[str, float]:
         """Takes steps of SFT."""
@@ -38,16 +37,6 @@ class StagedLearner(Learner, Protocol):
 
     async def begin_learning(self) -> None:
         """Switches from imitation to RL or distillation."""
-        ...
-
-    async def distil(
-        self,
-        batch: Batch,
-        lessons: Sequence[Lesson],
-        folders: Mapping[str, str],
-        weights: Mapping[str, float],
-    ) -> dict[str, float]:
-        """Takes one step of distillation."""
         ...
 
     async def restore(self, checkpoint: Checkpoint) -> Any:
