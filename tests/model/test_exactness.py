@@ -83,3 +83,17 @@ def test_it_ends_where_the_cache_would_differ(policy, monkeypatch):
 def test_a_document_without_prompt_or_rest_is_refused(policy, pieces):
     with pytest.raises(ValueError, match="some must be left to decode"):
         found(policy, pieces)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 32, 64])
+def test_on_a_card(heads):
+    """Widths of the official policy; contexts of more keys than are selected; no token may differ."""
+    from benchmarks.model_gpu_setup import configuration, policy_on_gpu
+
+    shape = {"hidden_size": 512, "vocab_size": 1024, "engram_compressed_vocab_size": 1024}
+    shape |= {"engram_token_map": tuple(range(1024)), "n_routed_experts": 8, "moe_intermediate_size": 128}
+    policy = policy_on_gpu(replace(configuration(), num_attention_heads=heads, **shape))
+    policy.exact = True
+    ids = torch.randint(0, 1024, (1400,), generator=torch.Generator().manual_seed(0)).cuda()
+    assert differences(policy, ids, (700, 561, 39)) == []
