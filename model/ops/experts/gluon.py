@@ -19,7 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -27,12 +26,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 
 from model.ops.experts.plan import TILE_ROWS, Plan
+from model.ops.hopper import barrier, copy, load_tile, slot_barriers
 
 COLUMNS, DEPTH, SLOTS, GROUP = 256, 64, 4, 4
-# Later Triton has other names for these.
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 @aggregate
@@ -105,11 +101,11 @@ def _multiply(
                 b = b.permute((1, 0))
             acc = warpgroup_mma(a, b, acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=(acc,))
-            _barrier()
+            barrier()
             mbarrier.arrive(shared.free.index((it + SLOTS - 1) % SLOTS), pred=k > 0)
             it += 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        _barrier()
+        barrier()
         mbarrier.arrive(shared.free.index((it + SLOTS - 1) % SLOTS))
         if PAIR:
             gate, up = gl.split(gl.permute(gl.reshape(acc, (64, 2, WIDE)), (0, 2, 1)))
@@ -160,17 +156,17 @@ def _feed(
             ready = shared.ready.index(slot)
             mbarrier.expect(ready, BYTES)
             if BACK:
-                _load(matrix, [g * D + d, n], ready, shared.b.index(slot))
+                load_tile(matrix, [g * D + d, n], ready, shared.b.index(slot))
             elif PAIR:
-                _load(matrix, [g * 2 * N + n, d], ready, shared.b.index(slot).slice(0, WIDE, 0))
-                _load(matrix, [g * 2 * N + N + n, d], ready, shared.b.index(slot).slice(WIDE, WIDE, 0))
+                load_tile(matrix, [g * 2 * N + n, d], ready, shared.b.index(slot).slice(0, WIDE, 0))
+                load_tile(matrix, [g * 2 * N + N + n, d], ready, shared.b.index(slot).slice(WIDE, WIDE, 0))
             else:
-                _load(matrix, [g * N + n, d], ready, shared.b.index(slot))
+                load_tile(matrix, [g * N + n, d], ready, shared.b.index(slot))
             if OF_TOKENS:
-                _copy(shared.a.index(slot), source + d)
+                copy(shared.a.index(slot), source + d)
                 async_copy.mbarrier_arrive(ready, increment_count=False)
             else:
-                _load(block, [first, d], ready, shared.a.index(slot))
+                load_tile(block, [first, d], ready, shared.a.index(slot))
             it += 1
 
 
@@ -182,18 +178,13 @@ def _specialised(
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     a = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, ROWS, DEPTH], LAYOUT)
     b = gl.allocate_shared_memory(
         gl.bfloat16, [SLOTS, DEPTH, COLUMNS] if BACK else [SLOTS, COLUMNS, DEPTH], LAYOUT
     )
-    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    for s in gl.static_range(SLOTS):
-        mbarrier.init(ready.index(s), 129 if OF_TOKENS else 1)
-        mbarrier.init(free.index(s), 2)
+    ready, free = slot_barriers(SLOTS, 129 if OF_TOKENS else 1, 2)
     fence_async_shared()
-    _barrier()
+    barrier()
     shared = Shared(a, b, ready, free)
     task = Task(x, tiles, ends, tokens, place, weights, out, limit, gl.load(tiles + 2 * bound))
     gl.warp_specialize(

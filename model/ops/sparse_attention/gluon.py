@@ -25,12 +25,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
+from model.ops.hopper import barrier, copy, signal, slot_barriers
 from model.ops.sparse_attention.triton import KeyRows
 
 HEADS, WIDTH, TILE = 64, 512, 64
-# Later Triton has other names for these two.
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 
 @aggregate
@@ -67,14 +65,12 @@ def weigh(shared, weights, acc, BLOCK: gl.constexpr):
     """Add weights [H, 2 BLOCK] times the pair's keys to `acc` [H, D], and hand the tiles back."""
     shared.weights.store(weights)
     fence_async_shared()
-    _barrier()
+    barrier()
     for slot in gl.static_range(2):
         left = shared.weights.slice(slot * BLOCK, BLOCK, 1)
         acc = warpgroup_mma(left, shared.keys.slice(slot * BLOCK, BLOCK, 0), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        # All threads are done: one tells the gathering warps.
-        _barrier()
-        mbarrier.arrive(shared.free.index(slot))
+        signal(shared.free.index(slot))
     return acc
 
 
@@ -179,7 +175,7 @@ def gather(
             mbarrier.wait(shared.free.index(slot), (n & 1) ^ 1)
             keys = shared.keys.slice(slot * BLOCK, BLOCK, 0)
             for c in gl.static_range(D // 64):
-                _copy(keys.slice(c * 64, 64, 1), source + c * 64)
+                copy(keys.slice(c * 64, 64, 1), source + c * 64)
             async_copy.mbarrier_arrive(shared.ready.index(slot), increment_count=False)
 
 
@@ -187,24 +183,19 @@ def gather(
 def allocate(heads, H: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr):
     """Shared memory, with `heads` [H, D] copied into it before the warps part."""
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     heads_shared = gl.allocate_shared_memory(gl.bfloat16, [H, D], SHARED)
     keys = gl.allocate_shared_memory(gl.bfloat16, [2 * BLOCK, D], SHARED)
     weights = gl.allocate_shared_memory(gl.bfloat16, [H, 2 * BLOCK], SHARED)
-    ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    for k in gl.static_range(2):
-        mbarrier.init(ready.index(k), 128)
-        mbarrier.init(free.index(k), 1)
+    ready, free = slot_barriers(2, 128, 1)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     h = gl.expand_dims(gl.arange(0, H, gl.SliceLayout(1, LAYOUT)), 1)
     d = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, LAYOUT)), 0)
     for c in gl.static_range(D // 64):
-        _copy(heads_shared.slice(c * 64, 64, 1), heads + c * 64 + h * D + d)
+        copy(heads_shared.slice(c * 64, 64, 1), heads + c * 64 + h * D + d)
     async_copy.commit_group()
     async_copy.wait_group(0)
     fence_async_shared()
-    _barrier()
+    barrier()
     return Shared(heads_shared, keys, weights, ready, free)
 
 

@@ -20,19 +20,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from model.ops.sparse_attention.gluon import HEADS, TILE, WIDTH, _barrier
-
-# Later Triton has other names for these.
-_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+from model.ops.hopper import barrier, load_tile, store_tile
+from model.ops.sparse_attention.gluon import HEADS, TILE, WIDTH
 
 
 @gluon.jit
 def _load_weights(weights, grad_scores, p, ds, ready, row, column, H: gl.constexpr, BLOCK: gl.constexpr):
     """Begin to load P and dS of a tile."""
     mbarrier.expect(ready, 2 * H * BLOCK * 2)
-    _load(weights, [row, column], ready, p)
-    _load(grad_scores, [row, column], ready, ds)
+    load_tile(weights, [row, column], ready, p)
+    load_tile(grad_scores, [row, column], ready, ds)
 
 
 @gluon.jit
@@ -64,11 +61,11 @@ def _entry_rows(
     for k in gl.static_range(2):
         mbarrier.init(ready.index(k), 1)
     fence_async_shared()
-    _barrier()
+    barrier()
     if tiles > 0:
         mbarrier.expect(heads, 2 * H * D * 2)
-        _load(query, [token * H, 0], heads, q)
-        _load(grad_out, [token * H, 0], heads, do)
+        load_tile(query, [token * H, 0], heads, q)
+        load_tile(grad_out, [token * H, 0], heads, do)
         for k in gl.static_range(2):
             if k < tiles:
                 slot_ready = ready.index(k)
@@ -86,7 +83,7 @@ def _entry_rows(
             acc = warpgroup_mma_wait(0, deps=(acc,))
             # The last rows have left `out`, and all warps have read P and dS.
             tma.store_wait(0)
-            _barrier()
+            barrier()
             if n + 2 < tiles:
                 column = (n + 2) * BLOCK
                 slot_ready = ready.index(slot)
@@ -103,8 +100,8 @@ def _entry_rows(
                 )
             out.store(acc.to(gl.bfloat16))
             fence_async_shared()
-            _barrier()
-            _store(rows, [token * MAIN + n * BLOCK, 0], out)
+            barrier()
+            store_tile(rows, [token * MAIN + n * BLOCK, 0], out)
         tma.store_wait(0)
 
 

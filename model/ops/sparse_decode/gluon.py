@@ -21,11 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
+from model.ops.hopper import barrier, signal, slot_barriers
 from model.ops.tile import E2M1_ASM, E4M3_ASM, KEY_SCALE, LOG2E, MASKED
 
 HEADS, WIDTH, TURNED, TILE = 64, 512, 64, 64
-# Later Triton has another name for it.
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @aggregate
@@ -40,13 +39,6 @@ class Shared:
     @gluon.constexpr_function
     def __init__(self, q, kv, ready, free):
         self.q, self.kv, self.ready, self.free = q, kv, ready, free
-
-
-@gluon.jit
-def _signal(barrier):
-    """All threads of the warpgroup are done: tell the others."""
-    _barrier()
-    mbarrier.arrive(barrier)
 
 
 @gluon.jit
@@ -103,7 +95,7 @@ def _compute(
             x = _turn(x, cosine + row * 32, sine + row * 32, 1.0, H, WIDE)
         shared.q.index(c * 64 // HALF).slice(c * 64 % HALF, 64, 1).store(x)
     fence_async_shared()
-    _barrier()
+    barrier()
 
     scale = softmax_scale * LOG2E * KEY_SCALE
     h = gl.arange(0, H, ROW)
@@ -132,13 +124,13 @@ def _compute(
         weights = gl.convert_layout(p.to(gl.bfloat16), OPERAND)
         acc = warpgroup_mma(weights, shared.kv.index(2 * slot + half), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        _signal(shared.free.index(slot))
+        signal(shared.free.index(slot))
 
     if SPLITS == 1:
         result = acc * gl.expand_dims(gl.convert_layout(1.0 / total * KEY_SCALE, VALUE_ROW), 1)
         # Through the query's place, from where rows are written whole.
         shared.q.index(0).store(result.to(gl.bfloat16))
-        _barrier()
+        barrier()
         target = out + row * H * D + half * HALF + r * D + c64
         for c in gl.static_range(HALF // 64):
             x = shared.q.index(0).slice(c * 64, 64, 1).load(WIDE)
@@ -224,7 +216,7 @@ def _unpack(
         first.store(gl.reshape(low * gl.expand_dims(_e2m1_scale(x0), 2), (BLOCK, HALF)))
         second.store(gl.reshape(high * gl.expand_dims(_e2m1_scale(x1), 2), (BLOCK, HALF)))
         fence_async_shared()
-        _signal(shared.ready.index(who))
+        signal(shared.ready.index(who))
 
     window_indices += row * WINDOW
     # The first window tile of this warpgroup.
@@ -241,7 +233,7 @@ def _unpack(
         first.store(gl.reshape(_e4m3(low) * gl.expand_dims(_e4m3_scale(x0), 2), (BLOCK, HALF)))
         second.store(gl.reshape(_e4m3(high) * gl.expand_dims(_e4m3_scale(x1), 2), (BLOCK, HALF)))
         fence_async_shared()
-        _signal(shared.ready.index(who))
+        signal(shared.ready.index(who))
 
 
 @gluon.jit
@@ -278,16 +270,11 @@ def _decode(
     begin = split * part
     end = gl.minimum(begin + part, tiles)
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q = gl.allocate_shared_memory(gl.bfloat16, [2, H, D // 2], SHARED)
     kv = gl.allocate_shared_memory(gl.bfloat16, [4, BLOCK, D // 2], SHARED)
-    ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    for k in gl.static_range(2):
-        mbarrier.init(ready.index(k), 1)
-        mbarrier.init(free.index(k), 1)
+    ready, free = slot_barriers(2, 1, 1)
     shared = Shared(q, kv, ready, free)
-    _barrier()
+    barrier()
     # The tuples stand here, or constants in them would become tensors.
     gl.warp_specialize(
         [
