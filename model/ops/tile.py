@@ -1,4 +1,4 @@
-"""Device helpers that several kernels share: operands, dots, and decoders of packed keys.
+"""Device helpers that several kernels share: operands, dots, coders of packed keys, and rotations.
 
 Under `TRITON_INTERPRET=1` the interpreter multiplies the bit patterns of bf16 operands, truncates fp32 to
 bf16 and has no inline assembly. There these helpers work in fp32 with software rounding and give the same
@@ -220,7 +220,7 @@ def _e2m1_half(h):
 
 @triton.jit
 def ue8m0_scale(codes):
-    """UE8M0 bytes up to 136 -> scale * 2**118 in bf16; times `e2m1_words`: value * 2**-8."""
+    """UE8M0 bytes up to 136 -> scale * 2**118 in bf16; times `e2m1_words` or `e2m1_halves`: value * 2**-8."""
     return _bf16_bits((codes.to(tl.uint16) + 118) << 7)
 
 
@@ -229,6 +229,42 @@ def scale_groups(values, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROU
     """Multiply [ROWS, COLUMNS] by [ROWS, COLUMNS // GROUP], one factor per GROUP neighbouring columns."""
     grouped = tl.reshape(values, (ROWS, COLUMNS // GROUP, GROUP))
     return tl.reshape(grouped * scales[:, :, None], (ROWS, COLUMNS))
+
+
+@triton.jit
+def e2m1_code(x):
+    """Nearest E2M1 code of fp32, ties to the even mantissa."""
+    size = tl.abs(x)
+    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
+    code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
+    code += (size > 5.0).to(tl.int32)
+    return code | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit
+def e4m3_code(x):
+    """Nearest E4M3 code of fp32, ties to even, saturating at 448."""
+    bits = x.to(tl.uint32, bitcast=True)
+    size = tl.minimum(tl.abs(x), 448.0)
+    raw = size.to(tl.uint32, bitcast=True)
+    normal = ((raw + 0x7FFFF + ((raw >> 20) & 1)) >> 20) - (120 << 3)
+    small = ((size * 512.0 + 12582912.0) - 12582912.0).to(tl.uint32)
+    return (tl.where(size >= 0.015625, normal, small) | ((bits >> 24) & 0x80)).to(tl.int32)
+
+
+@triton.jit
+def e4m3_value(code):
+    """The fp32 value of a positive E4M3 code."""
+    normal = ((code + (120 << 3)) << 20).to(tl.float32, bitcast=True)
+    return tl.where(code >= 8, normal, code.to(tl.float32) * 0.001953125)
+
+
+@triton.jit
+def ue8m0_code(largest, LEAST: tl.constexpr, RANGE: tl.constexpr):
+    """UE8M0 code and fp32 value of the least scale that brings `largest`, but LEAST at least, into RANGE."""
+    bits = (tl.maximum(largest, LEAST) * (1.0 / RANGE)).to(tl.int32, bitcast=True)
+    code = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
+    return code, (code << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit

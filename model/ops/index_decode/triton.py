@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.ops.tile import KEY_SCALE, _bf16_bits, e2m1_halves, operand, round_bf16, scale_groups
+from model.ops.tile import KEY_SCALE, e2m1_halves, operand, round_bf16, scale_groups, ue8m0_scale
 
 _KEYS = 64
 
@@ -54,8 +54,8 @@ def _scores(
             record = records + (page * GROUPS + safe % GROUPS)[:, None] * BYTES
             low, high = e2m1_halves(tl.load(record + d[None, :]))
             g = tl.arange(0, HALF // 32)[None, :]
-            s0 = _bf16_bits((tl.load(record + HALF + g).to(tl.uint16) + 118) << 7)
-            s1 = _bf16_bits((tl.load(record + HALF + HALF // 32 + g).to(tl.uint16) + 118) << 7)
+            s0 = ue8m0_scale(tl.load(record + HALF + g))
+            s1 = ue8m0_scale(tl.load(record + HALF + HALF // 32 + g))
             dots = tl.dot(scale_groups(low, s0, BLOCK, HALF, 32), tl.trans(q0))
             dots = tl.dot(scale_groups(high, s1, BLOCK, HALF, 32), tl.trans(q1), dots)
             score = tl.sum(tl.maximum(dots * KEY_SCALE, 0.0) * w[None, :], 1)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from model.ops.records import record_bytes
-from model.ops.tile import round_bf16
+from model.ops.tile import e2m1_code, e4m3_code, e4m3_value, round_bf16, ue8m0_code
 
 # Groups a program packs, and its warps.
 BLOCK, WARPS = 1, 2
@@ -34,41 +34,6 @@ def _pooled(values, gates, row, c, inside, RATIO: tl.constexpr, D: tl.constexpr)
             pooled += e * tl.load(values + at + j * D, mask=inside, other=0.0).to(tl.float32)
         pooled = pooled / total
     return round_bf16(pooled).to(tl.float32)
-
-
-@triton.jit
-def _e2m1(x):
-    """Nearest E2M1 code of fp32, ties to the even mantissa."""
-    size = tl.abs(x)
-    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
-    code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
-    code += (size > 5.0).to(tl.int32)
-    return code | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
-
-
-@triton.jit
-def _e4m3(x):
-    """Nearest E4M3 code of fp32, ties to even, saturating at 448."""
-    bits = x.to(tl.uint32, bitcast=True)
-    size = tl.minimum(tl.abs(x), 448.0)
-    raw = size.to(tl.uint32, bitcast=True)
-    normal = ((raw + 0x7FFFF + ((raw >> 20) & 1)) >> 20) - (120 << 3)
-    small = ((size * 512.0 + 12582912.0) - 12582912.0).to(tl.uint32)
-    return (tl.where(size >= 0.015625, normal, small) | ((bits >> 24) & 0x80)).to(tl.int32)
-
-
-@triton.jit
-def _e4m3_value(code):
-    """The fp32 value of a positive E4M3 code."""
-    normal = ((code + (120 << 3)) << 20).to(tl.float32, bitcast=True)
-    return tl.where(code >= 8, normal, code.to(tl.float32) * 0.001953125)
-
-
-@triton.jit
-def _power_of_two(x):
-    """Biased exponent of the power of two at or above a positive normal fp32."""
-    bits = x.to(tl.int32, bitcast=True)
-    return (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
 
 
 @triton.jit
@@ -115,23 +80,21 @@ def _pack(
     grouped = tl.reshape(x, (BLOCK, D // GROUP, GROUP))
     amax = tl.max(tl.abs(grouped), 2)
     if KIND == "main":
-        scale_code = _e4m3(tl.math.div_rn(tl.maximum(amax, 0.01171875), amax * 0.0 + 6.0))
-        scale = _e4m3_value(scale_code)
+        scale_code = e4m3_code(tl.math.div_rn(tl.maximum(amax, 0.01171875), amax * 0.0 + 6.0))
+        scale = e4m3_value(scale_code)
     elif KIND == "window":
-        scale_code = _power_of_two(tl.maximum(amax, 1e-4) * (1.0 / 448.0))
-        scale = (scale_code << 23).to(tl.float32, bitcast=True)
+        scale_code, scale = ue8m0_code(amax, 1e-4, 448.0)
     else:
-        scale_code = _power_of_two(tl.maximum(amax, 7.052966104933725e-38) * (1.0 / 6.0))
-        scale = (scale_code << 23).to(tl.float32, bitcast=True)
+        scale_code, scale = ue8m0_code(amax, 7.052966104933725e-38, 6.0)
     scales = tl.broadcast_to(scale[:, :, None], (BLOCK, D // GROUP, GROUP))
     ratio = tl.reshape(tl.math.div_rn(grouped, scales), (BLOCK, D))
     record = records + e.to(tl.int64)[:, None] * BYTES
     if KIND == "window":
-        tl.store(record + c, _e4m3(ratio).to(tl.uint8), mask=inside)
+        tl.store(record + c, e4m3_code(ratio).to(tl.uint8), mask=inside)
         CODES: tl.constexpr = D
     else:
         half = tl.where(tl.arange(0, 2) == 0, 1, 16)[None, :, None]
-        codes = tl.sum(tl.reshape(_e2m1(ratio), (BLOCK, 2, D // 2)) * half, 1)
+        codes = tl.sum(tl.reshape(e2m1_code(ratio), (BLOCK, 2, D // 2)) * half, 1)
         tl.store(record + tl.arange(0, D // 2)[None, :], codes.to(tl.uint8), mask=inside)
         CODES: tl.constexpr = D // 2
     g = tl.arange(0, D // GROUP)[None, :]

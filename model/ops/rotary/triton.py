@@ -9,9 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.ops.pack_keys.triton import _e2m1, _e4m3, _power_of_two
 from model.ops.records import record_bytes
-from model.ops.tile import round_bf16
+from model.ops.tile import e2m1_code, e4m3_code, e4m3_value, round_bf16, ue8m0_code
 
 
 @triton.jit
@@ -75,6 +74,20 @@ def turned_gradient_(x: Tensor, grad: Tensor, cosine: Tensor, sine: Tensor) -> T
 
 
 @triton.jit
+def _angles(cosine, sine, at, c, here, D: tl.constexpr, R: tl.constexpr):
+    """Cosine and sine for channels `c`, those `here` of the last R of D from `at` on; 1 and 0 elsewhere."""
+    pair = at + (c - (D - R)) // 2
+    return tl.load(cosine + pair, mask=here, other=1.0), tl.load(sine + pair, mask=here, other=0.0)
+
+
+@triton.jit
+def _turned(x, partner, cosine, sine, at, c, here, D: tl.constexpr, R: tl.constexpr):
+    """Channels `c` in fp32 with the last R of D turned in adjacent pairs, of which `partner` is the other."""
+    cos, sin = _angles(cosine, sine, at, c, here, D, R)
+    return round_bf16(tl.fma(x, cos, tl.where(c % 2 == 0, -partner, partner) * sin))
+
+
+@triton.jit
 def _normed(values, norm, at, c, factor, keep):
     x = tl.load(values + at + c, mask=keep, other=0.0).to(tl.float32)
     return round_bf16(x * factor * tl.load(norm + c, mask=keep, other=0.0).to(tl.float32)).to(tl.float32)
@@ -104,18 +117,13 @@ def window_row(
     x = _normed(values, norm, t * stride, c, factor, everywhere)
     turned = c >= D - R
     partner = _normed(values, norm, t * stride, c ^ 1, factor, turned)
-    pair = t * (R // 2) + (c - (D - R)) // 2
-    cos = tl.load(cosine + pair, mask=turned, other=1.0)
-    sin = tl.load(sine + pair, mask=turned, other=0.0)
-    x = round_bf16(tl.fma(x, cos, tl.where(c % 2 == 0, -partner, partner) * sin)).to(tl.float32)
+    x = _turned(x, partner, cosine, sine, t * (R // 2), c, turned, D, R).to(tl.float32)
     grouped = tl.reshape(x, (D // 32, 32))
-    code = _power_of_two(tl.maximum(tl.max(tl.abs(grouped), 1), 1e-4) * (1.0 / 448.0))
-    scale = tl.broadcast_to((code << 23).to(tl.float32, bitcast=True)[:, None], (D // 32, 32))
-    value = _e4m3(tl.reshape(tl.math.div_rn(grouped, scale), (D,)))
+    code, scale = ue8m0_code(tl.max(tl.abs(grouped), 1), 1e-4, 448.0)
+    scale = tl.broadcast_to(scale[:, None], (D // 32, 32))
+    value = e4m3_code(tl.reshape(tl.math.div_rn(grouped, scale), (D,)))
     if ROUND:
-        size = value & 0x7F
-        normal = ((size + (120 << 3)) << 20).to(tl.float32, bitcast=True)
-        size = tl.where(size >= 8, normal, size.to(tl.float32) * 0.001953125)
+        size = e4m3_value(value & 0x7F)
         x = tl.where((value & 0x80) != 0, -size, size) * tl.reshape(scale, (D,))
     tl.store(keys + t * key_stride + c, round_bf16(x).to(keys.dtype.element_ty))
     if WRITE:
@@ -164,9 +172,7 @@ def _window_backward(
     x = tl.load(values + t * stride + c, mask=keep, other=0.0).to(tl.float32)
     g = tl.load(grad + t * grad_stride + c, mask=keep, other=0.0).to(tl.float32)
     partner = tl.load(grad + t * grad_stride + (c ^ 1), mask=turned, other=0.0).to(tl.float32)
-    pair = t * (R // 2) + (c - (D - R)) // 2
-    cos = tl.load(cosine + pair, mask=turned, other=1.0)
-    sin = tl.load(sine + pair, mask=turned, other=0.0)
+    cos, sin = _angles(cosine, sine, t * (R // 2), c, turned, D, R)
     g = g * cos + tl.where(c % 2 == 0, partner, -partner) * sin
     factor = tl.rsqrt(tl.sum(x * x, 1) * (1.0 / D) + eps)[:, None]
     normed = x * factor
@@ -208,16 +214,12 @@ def _index(
     value = tl.load(x + at, mask=keep, other=0.0).to(tl.float32)
     turned = keep & (c >= D - R)
     partner = tl.load(x + (t * heads + h) * D + (c ^ 1), mask=turned, other=0.0).to(tl.float32)
-    pair = t * (R // 2) + (c - (D - R)) // 2
-    cos = tl.load(cosine + pair, mask=c >= D - R, other=1.0)
-    sin = tl.load(sine + pair, mask=c >= D - R, other=0.0)
-    value = round_bf16(tl.fma(value, cos, tl.where(c % 2 == 0, -partner, partner) * sin)).to(tl.float32)
+    value = _turned(value, partner, cosine, sine, t * (R // 2), c, c >= D - R, D, R).to(tl.float32)
     if ROUND:
         grouped = tl.reshape(value, (BLOCK, D // 32, 32))
-        top = tl.maximum(tl.max(tl.abs(grouped), 2), 7.052966104933725e-38)
-        scale = (_power_of_two(top * (1.0 / 6.0)) << 23).to(tl.float32, bitcast=True)
+        _, scale = ue8m0_code(tl.max(tl.abs(grouped), 2), 7.052966104933725e-38, 6.0)
         scale = tl.broadcast_to(scale[:, :, None], (BLOCK, D // 32, 32))
-        code = _e2m1(tl.math.div_rn(grouped, scale))
+        code = e2m1_code(tl.math.div_rn(grouped, scale))
         size = (code & 7).to(tl.float32)
         size = tl.where(size < 5.0, size * 0.5, size - 2.0)
         size = tl.where(size == 5.0, 6.0, size)
