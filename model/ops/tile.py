@@ -146,11 +146,11 @@ def e4m3_bits(codes):
 
 @triton.jit
 def constant_bf16(value: tl.constexpr):
-    """A [1, 1] bf16 constant; a bare Python float would turn the product into fp32."""
+    """A bf16 constant; a bare Python float would turn the product into fp32."""
     if INTERPRET:  # noqa: SIM108
-        y = tl.full((1, 1), value, tl.float32)
+        y = tl.cast(value, tl.float32)
     else:
-        y = tl.full((1, 1), value, tl.bfloat16)
+        y = tl.cast(value, tl.bfloat16)
     return y
 
 

@@ -9,13 +9,12 @@ import triton
 import triton.language as tl
 
 from model.ops.sampling.reference import WEIGHT_BITS
-from model.ops.tile import INTERPRET
+from model.ops.tile import INTERPRET, LN2, LOG2E
 
 CHUNK = 4096
 RANGES = tl.constexpr(32)
 """Ranges of logits in which a truncated row's ids are counted: see `distance`; the last takes the rest."""
 ONE = tl.constexpr(float(2**WEIGHT_BITS))
-_LOG2E, _LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 _INTEGERS = tl.constexpr(float(2**52))
 _SHIFT = tl.constexpr(1.5 * 2**52 + WEIGHT_BITS)
 _NOTHING = tl.constexpr(WEIGHT_BITS * 1.0)  # exp(-44) weighs 2^-19
@@ -78,8 +77,8 @@ def weigh(z, top):
     """
     gap = tl.maximum(z, top - _NOTHING).to(tl.float64) - top.to(tl.float64)
     # exp(gap) = 2^n exp(rest): adding 1.5 * 2^52 leaves n, and WEIGHT_BITS, in the lowest bits.
-    shifted = tl.fma(gap, _wide(_LOG2E), _wide(_SHIFT))
-    rest = tl.fma(shifted - _SHIFT, _wide(-_LN2), gap)
+    shifted = tl.fma(gap, _wide(LOG2E), _wide(_SHIFT))
+    rest = tl.fma(shifted - _SHIFT, _wide(-LN2), gap)
     power = tl.fma(rest, _wide(2.7620075892548164e-07), _wide(2.763264069051338e-06))
     power = tl.fma(power, rest, _wide(2.480152132234228e-05))
     power = tl.fma(power, rest, _wide(0.00019841190647512536))
@@ -134,6 +133,14 @@ def largest(tops, row, CHUNKS: tl.constexpr, PADDED: tl.constexpr):
     broken = tl.max((top != top).to(tl.int32), 0) > 0
     highest = tl.max(tl.where(top == top, top, float("-inf")), 0)
     return tl.where(broken | (highest - highest != 0.0), float("nan"), highest)
+
+
+@triton.jit
+def chosen_chunk(mass, limit):
+    """The chunk, of those that weigh `mass`, in which the sum passes `limit`, and what is before it."""
+    cumulative = tl.cumsum(mass, 0)
+    chunk = tl.sum((cumulative <= limit).to(tl.int32), 0)
+    return chunk, tl.sum(tl.where(cumulative <= limit, mass, 0), 0)
 
 
 @triton.jit

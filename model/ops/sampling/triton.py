@@ -23,6 +23,7 @@ from model.ops.sampling.tile import (
     CHUNK,
     ONE,
     RANGES,
+    chosen_chunk,
     finite_quotient,
     largest,
     quotient,
@@ -108,9 +109,7 @@ def _masses(
 def _draw_any(logits, temperature, top, mass, total, draw, size, BLOCK: tl.constexpr):
     """The token drawn from the whole row, whose chunks weigh `mass`."""
     limit = threshold(draw, total)
-    cumulative = tl.cumsum(mass, 0)
-    chunk = tl.sum((cumulative <= limit).to(tl.int32), 0)
-    before = tl.sum(tl.where(cumulative <= limit, mass, 0), 0)
+    chunk, before = chosen_chunk(mass, limit)
     ids = chunk * BLOCK + tl.arange(0, BLOCK)
     within = weigh(tempered(logits, ids, ids < size, temperature), top)
     passed = (before + tl.cumsum(within, 0) <= limit).to(tl.int32)

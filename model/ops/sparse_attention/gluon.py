@@ -27,6 +27,7 @@ from triton.language.core import _aggregate as aggregate
 
 from model.ops.hopper import barrier, copy, signal, slot_barriers
 from model.ops.sparse_attention.triton import KeyRows
+from model.ops.tile import LN2, LOG2E, MASKED
 
 HEADS, WIDTH, TILE = 64, 512, 64
 
@@ -108,7 +109,7 @@ def _compute(
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     VALUE_ROW: gl.constexpr = gl.SliceLayout(1, VALUES)
     PAIRS: gl.constexpr = COLUMNS // (2 * BLOCK)
-    scale = softmax_scale * 1.4426950408889634
+    scale = softmax_scale * LOG2E
     chosen = gl.load(counts + token * 2)
     recent = MAIN + gl.load(counts + token * 2 + 1)
     used = used_pairs(counts, token, MAIN, BLOCK)
@@ -121,7 +122,7 @@ def _compute(
         pair = visited(n, used, MAIN, BLOCK)
         column = 2 * pair * BLOCK + gl.arange(0, 2 * BLOCK, gl.SliceLayout(0, SCORES))
         s = scores(shared, n & 1, SCORES, H, BLOCK)
-        s = gl.where(gl.expand_dims(column < gl.where(column < MAIN, chosen, recent), 0), s, -1e30)
+        s = gl.where(gl.expand_dims(column < gl.where(column < MAIN, chosen, recent), 0), s, MASKED)
         raised = gl.maximum(top, gl.max(s, 1))
         decay = gl.exp2((top - raised) * scale)
         top = raised
@@ -141,7 +142,7 @@ def _compute(
     row = gl.expand_dims(gl.arange(0, H, VALUE_ROW), 1)
     d = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, VALUES)), 0)
     gl.store(out + token * H * D + row * D + d, result.to(gl.bfloat16))
-    gl.store(lse + token * H + h, (top * scale + gl.log2(whole)) * 0.6931471805599453)
+    gl.store(lse + token * H + h, (top * scale + gl.log2(whole)) * LN2)
 
 
 @gluon.jit

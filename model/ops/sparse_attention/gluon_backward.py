@@ -25,6 +25,7 @@ from model.ops.sparse_attention.gluon import (
     weigh,
 )
 from model.ops.sparse_attention.triton import KeyRows
+from model.ops.tile import LOG2E
 
 
 @gluon.jit
@@ -67,10 +68,10 @@ def _compute(
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, D // 2, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     PAIRS: gl.constexpr = COLUMNS // (2 * BLOCK)
-    scale = softmax_scale * 1.4426950408889634
+    scale = softmax_scale * LOG2E
     used = used_pairs(counts, token, MAIN, BLOCK)
     h = gl.arange(0, H, ROW)
-    log_total = gl.load(lse + token * H + h) * 1.4426950408889634
+    log_total = gl.load(lse + token * H + h) * LOG2E
     dot_out = gl.convert_layout(_head_products(out + token * H * D, grad_out + token * H * D, H, D), ROW)
     dot_out += gl.load(lost + token * H + h)
     gl.store(delta + token * H + h, dot_out)

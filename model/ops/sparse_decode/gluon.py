@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from model.ops.hopper import barrier, signal, slot_barriers
-from model.ops.tile import E2M1_ASM, E4M3_ASM, KEY_SCALE, LOG2E, MASKED
+from model.ops.tile import KEY_SCALE, LOG2E, MASKED, e2m1_halves, e2m1_scale, e4m3_bits, e4m3_scale
 
 HEADS, WIDTH, TURNED, TILE = 64, 512, 64, 64
 
@@ -148,26 +148,6 @@ def _compute(
 
 
 @gluon.jit
-def _e2m1_scale(codes):
-    """As `model.ops.tile.e2m1_scale`."""
-    tiny = (codes.to(gl.uint16) << 4).to(gl.bfloat16, bitcast=True)
-    first = gl.full((1, 1), 2.0**120, gl.bfloat16, codes.type.layout)
-    second = gl.full((1, 1), 2.0**118, gl.bfloat16, codes.type.layout)
-    return (tiny * first) * second
-
-
-@gluon.jit
-def _e4m3_scale(codes):
-    """As `model.ops.tile.e4m3_scale`."""
-    return ((codes.to(gl.uint16) + 112) << 7).to(gl.bfloat16, bitcast=True)
-
-
-@gluon.jit
-def _e4m3(codes):
-    return gl.inline_asm_elementwise(E4M3_ASM, "=r,=r,r", [codes], dtype=gl.bfloat16, is_pure=True, pack=4)
-
-
-@gluon.jit
 def _unpack(
     shared,
     records,
@@ -210,11 +190,9 @@ def _unpack(
         c = (t + 2) * BLOCK + r
         i = gl.load(indices + c, mask=c < KEYS, other=0)
         mbarrier.wait(shared.free.index(who), (((t - begin) >> 1) & 1) ^ 1)
-        low, high = gl.inline_asm_elementwise(
-            E2M1_ASM, "=r,=r,=r,=r,r", [codes], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4
-        )
-        first.store(gl.reshape(low * gl.expand_dims(_e2m1_scale(x0), 2), (BLOCK, HALF)))
-        second.store(gl.reshape(high * gl.expand_dims(_e2m1_scale(x1), 2), (BLOCK, HALF)))
+        low, high = e2m1_halves(codes)
+        first.store(gl.reshape(low * gl.expand_dims(e2m1_scale(x0), 2), (BLOCK, HALF)))
+        second.store(gl.reshape(high * gl.expand_dims(e2m1_scale(x1), 2), (BLOCK, HALF)))
         fence_async_shared()
         signal(shared.ready.index(who))
 
@@ -230,8 +208,8 @@ def _unpack(
         x0 = gl.load(window + record + D + g // 2)
         x1 = gl.load(window + record + D + HALF // 32 + g // 2)
         mbarrier.wait(shared.free.index(who), (((t - begin) >> 1) & 1) ^ 1)
-        first.store(gl.reshape(_e4m3(low) * gl.expand_dims(_e4m3_scale(x0), 2), (BLOCK, HALF)))
-        second.store(gl.reshape(_e4m3(high) * gl.expand_dims(_e4m3_scale(x1), 2), (BLOCK, HALF)))
+        first.store(gl.reshape(e4m3_bits(low) * gl.expand_dims(e4m3_scale(x0), 2), (BLOCK, HALF)))
+        second.store(gl.reshape(e4m3_bits(high) * gl.expand_dims(e4m3_scale(x1), 2), (BLOCK, HALF)))
         fence_async_shared()
         signal(shared.ready.index(who))
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.ops.sampling.tile import CHUNK, largest, threshold, weigh
+from model.ops.sampling.tile import CHUNK, chosen_chunk, largest, threshold, weigh
 from model.ops.sampling.triton import tops_and_masses
 from model.ops.verification.reference import REST_BITS
 
@@ -168,9 +168,7 @@ def _draw_rest(
     short = tl.sum(rest, 0) > 0
     mass = tl.where(short, rest, mass)
     limit = threshold(tl.load(draws + r), tl.sum(mass, 0))
-    cumulative = tl.cumsum(mass, 0)
-    chunk = tl.sum((cumulative <= limit).to(tl.int32), 0)
-    before = tl.sum(tl.where(cumulative <= limit, mass, 0), 0)
+    chunk, before = chosen_chunk(mass, limit)
     ids = chunk * BLOCK + tl.arange(0, BLOCK)
     whole, rest = _left(
         target, tops, masses, proposed, q_tops, q_masses, index, lengths, accepted, r, ids, requests, size,
