@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 
+from model.ops.experts.activation import activate, weights_of
 from model.ops.experts.plan import TILE_ROWS, Plan
 from model.ops.hopper import barrier, copy, load_tile, slot_barriers
 
@@ -112,14 +113,8 @@ def _multiply(
             ROW: gl.constexpr = gl.SliceLayout(1, gate.type.layout)
             row = first + who * 64 + gl.arange(0, 64, ROW)
             token = gl.load(task.tokens + row, mask=row < end, other=0)
-            scale = gl.full((64,), 1.0, gl.float32, ROW)
-            for j in gl.static_range(K):
-                here = gl.load(task.place + token * KS + j, mask=row < end, other=-1) == row
-                chosen = gl.load(task.weights + token * K + j, mask=row < end, other=0.0)
-                scale = gl.where(here, chosen, scale)
-            q = gl.minimum(gate.to(gl.bfloat16).to(gl.float32), task.limit)
-            u = gl.minimum(gl.maximum(up.to(gl.bfloat16).to(gl.float32), -task.limit), task.limit)
-            result = (q / (1.0 + gl.exp(-q)) * u * gl.expand_dims(scale, 1)).to(gl.bfloat16)
+            scale = weights_of(row, token, row < end, task.place, task.weights, K, KS)
+            result = (activate(gate, up, task.limit) * gl.expand_dims(scale, 1)).to(gl.bfloat16)
         else:
             result = acc.to(gl.bfloat16)
         r = first + who * 64 + gl.arange(0, 64, gl.SliceLayout(1, OUT))

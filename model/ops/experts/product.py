@@ -17,29 +17,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from model.ops.experts.activation import activate, weights_of
 from model.ops.experts.plan import TILE_ROWS, Plan
 from model.ops.tile import INTERPRET, operand, round_bf16
 
 _COLUMNS, _DEPTH, _GROUP = 256, 64, 4
-
-
-@triton.jit
-def _activate(gate, up, limit):
-    """silu(min(gate, limit)) * clip(up) of products in fp32, rounded to bf16 first as if they were stored."""
-    g = tl.minimum(round_bf16(gate).to(tl.float32), limit)
-    u = tl.minimum(tl.maximum(round_bf16(up).to(tl.float32), -limit), limit)
-    return g / (1.0 + tl.exp(-g)) * u
-
-
-@triton.jit
-def _weights_of(row, inside, tokens, place, weights, K: tl.constexpr, KS: tl.constexpr):
-    """Weight of each row: of the choice by which its token came here, 1 for shared experts."""
-    token = tl.load(tokens + row, mask=inside, other=0)
-    scale = (row * 0 + 1).to(tl.float32)
-    for j in tl.static_range(K):
-        here = tl.load(place + token * KS + j, mask=inside, other=-1) == row
-        scale = tl.where(here, tl.load(weights + token * K + j, mask=inside, other=0.0), scale)
-    return scale
 
 
 @triton.jit
@@ -69,7 +51,9 @@ def _tile(
         else:
             acc = tl.dot(a, tl.trans(operand(matrix.load([g * N + n, d]))), acc)
     if PAIR:
-        acc = _activate(acc, up, limit) * _weights_of(row, inside, tokens, place, weights, K, KS)[:, None]
+        acc = activate(acc, up, limit)
+        token = tl.load(tokens + row, mask=inside, other=0)
+        acc = acc * weights_of(row, token, inside, place, weights, K, KS)[:, None]
     c = n + tl.arange(0, COLUMNS)
     keep = inside[:, None] & (c < N)[None, :]
     target = out + row.to(tl.int64)[:, None] * N + c[None, :]
@@ -228,8 +212,9 @@ def _few(
             else:
                 acc = tl.dot(operand(matrix.load([g * N + n, d])), b, acc)
         if PAIR:
-            scale = _weights_of(row, inside, tokens, place, weights, K, KS)
-            acc = _activate(acc, up, limit) * scale[None, :]
+            token = tl.load(tokens + row, mask=inside, other=0)
+            scale = weights_of(row, token, inside, place, weights, K, KS)
+            acc = activate(acc, up, limit) * scale[None, :]
         target = out + row.to(tl.int64)[None, :] * N + (n + tl.arange(0, COLUMNS))[:, None]
         tl.store(target, round_bf16(acc).to(out.dtype.element_ty), mask=inside[None, :])
 

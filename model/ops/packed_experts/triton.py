@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from model.ops.experts.activation import activate, weights_of
 from model.ops.experts.plan import Plan
 from model.ops.packed_experts.stack import Stack
 from model.ops.tile import (
@@ -134,13 +135,8 @@ def _expert_product(
     result = tl.trans(acc)
     if PAIR:
         gate, up = tl.split(tl.reshape(result, (ROWS, WIDE, 2)))
-        factor = tl.full((ROWS,), 1.0, tl.float32)
-        for i in tl.static_range(K):
-            here = tl.load(place + source * KS + i, mask=inside, other=-1) == row
-            factor = tl.where(here, tl.load(weights + source * K + i, mask=inside, other=0.0), factor)
-        gate = tl.minimum(round_bf16(gate).to(tl.float32), limit)
-        up = tl.minimum(tl.maximum(round_bf16(up).to(tl.float32), -limit), limit)
-        result = gate / (1.0 + tl.exp(-gate)) * up * factor[:, None]
+        factor = weights_of(row, source, inside, place, weights, K, KS)
+        result = activate(gate, up, limit) * factor[:, None]
     column = strip + tl.arange(0, WIDE)
     target = out + row.to(tl.int64)[:, None] * N + column[None, :]
     tl.store(target, round_bf16(result).to(out.dtype.element_ty), mask=inside[:, None])
