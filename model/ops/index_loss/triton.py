@@ -31,6 +31,16 @@ def _rows_of(table, i, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _student(heads, weights, token, GROUPS: tl.constexpr, PADDED_GROUPS: tl.constexpr, C: tl.constexpr):
+    """A token's index heads [PADDED_GROUPS, C], their places, and the weights of the heads."""
+    g = tl.arange(0, PADDED_GROUPS)
+    c = tl.arange(0, C)
+    tile = token * GROUPS * C + g[:, None] * C + c[None, :]
+    q = operand(tl.load(heads + tile, mask=(g < GROUPS)[:, None], other=0.0))
+    return q, tile, tl.load(weights + token * GROUPS + g, mask=g < GROUPS, other=0.0)
+
+
+@triton.jit
 def _teach(
     query,
     entries,
@@ -86,11 +96,7 @@ def _losses(
     indices += token * KEYS
     mass += token * KEYS
     slopes += token * KEYS
-    g = tl.arange(0, PADDED_GROUPS)
-    c = tl.arange(0, C)
-    tile = token * GROUPS * C + g[:, None] * C + c[None, :]
-    q = operand(tl.load(heads + tile, mask=(g < GROUPS)[:, None], other=0.0))
-    w = tl.load(weights + token * GROUPS + g, mask=g < GROUPS, other=0.0)
+    q, _, w = _student(heads, weights, token, GROUPS, PADDED_GROUPS, C)
     for n in tl.range(0, KEYS, BLOCK):
         column = n + tl.arange(0, BLOCK)
         i = tl.load(indices + column, mask=column < KEYS, other=-1)
@@ -132,9 +138,7 @@ def _gradients(
     token = tl.program_id(0).to(tl.int64)
     g = tl.arange(0, PADDED_GROUPS)
     c = tl.arange(0, C)
-    tile = token * GROUPS * C + g[:, None] * C + c[None, :]
-    q = operand(tl.load(heads + tile, mask=(g < GROUPS)[:, None], other=0.0))
-    w = tl.load(weights + token * GROUPS + g, mask=g < GROUPS, other=0.0)
+    q, tile, w = _student(heads, weights, token, GROUPS, PADDED_GROUPS, C)
     loss = tl.load(grad + token)
     acc = tl.zeros((PADDED_GROUPS, C), tl.float32)
     total = tl.zeros((PADDED_GROUPS,), tl.float32)

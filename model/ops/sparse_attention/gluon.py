@@ -224,30 +224,14 @@ def _forward(
     gl.warp_specialize(
         [
             (gather, (shared, table, rows, counts, token, MAIN, COLUMNS, D, BLOCK)),
-            (
-                _compute,
-                (
-                    shared,
-                    counts,
-                    sink,
-                    out,
-                    lse,
-                    kept,
-                    tops,
-                    token,
-                    softmax_scale,
-                    MAIN,
-                    COLUMNS,
-                    H,
-                    D,
-                    BLOCK,
-                    KEEP,
-                ),
-            ),
+            (_compute, (
+                shared, counts, sink, out, lse, kept, tops, token, softmax_scale, MAIN, COLUMNS, H, D, BLOCK,
+                KEEP,
+            )),
         ],
         [8],
         [232],
-    )
+    )  # fmt: skip
 
 
 def supports(query: Tensor, keys: KeyRows) -> bool:

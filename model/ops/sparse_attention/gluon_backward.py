@@ -129,35 +129,14 @@ def _kept_query_gradient(
     gl.warp_specialize(
         [
             (gather, (shared, table, rows, counts, token, MAIN, COLUMNS, D, BLOCK)),
-            (
-                _compute,
-                (
-                    shared,
-                    counts,
-                    out,
-                    grad_out,
-                    lse,
-                    lost,
-                    kept,
-                    tops,
-                    grad_query,
-                    weights,
-                    grad_scores,
-                    delta,
-                    token,
-                    softmax_scale,
-                    MAIN,
-                    COLUMNS,
-                    H,
-                    D,
-                    BLOCK,
-                    TOPS,
-                ),
-            ),
+            (_compute, (
+                shared, counts, out, grad_out, lse, lost, kept, tops, grad_query, weights, grad_scores, delta,
+                token, softmax_scale, MAIN, COLUMNS, H, D, BLOCK, TOPS,
+            )),
         ],
         [8],
         [232],
-    )
+    )  # fmt: skip
 
 
 def query_gradient(

@@ -25,11 +25,14 @@ from model.ops.sparse_attention.gluon import HEADS, TILE, WIDTH
 
 
 @gluon.jit
-def _load_weights(weights, grad_scores, p, ds, ready, row, column, H: gl.constexpr, BLOCK: gl.constexpr):
-    """Begin to load P and dS of a tile."""
-    mbarrier.expect(ready, 2 * H * BLOCK * 2)
-    load_tile(weights, [row, column], ready, p)
-    load_tile(grad_scores, [row, column], ready, ds)
+def _load_weights(weights, grad_scores, p, ds, ready, row, n, slot, H: gl.constexpr, BLOCK: gl.constexpr):
+    """Begin to load P and dS of tile `n` into a slot."""
+    column = n * BLOCK
+    arrived = ready.index(slot)
+    p, ds = p.index(slot), ds.index(slot)
+    mbarrier.expect(arrived, 2 * H * BLOCK * 2)
+    load_tile(weights, [row, column], arrived, p)
+    load_tile(grad_scores, [row, column], arrived, ds)
 
 
 @gluon.jit
@@ -68,11 +71,7 @@ def _entry_rows(
         load_tile(grad_out, [token * H, 0], heads, do)
         for k in gl.static_range(2):
             if k < tiles:
-                slot_ready = ready.index(k)
-                column = k * BLOCK
-                _load_weights(
-                    weights, grad_scores, p.index(k), ds.index(k), slot_ready, token * H, column, H, BLOCK
-                )
+                _load_weights(weights, grad_scores, p, ds, ready, token * H, k, k, H, BLOCK)
         mbarrier.wait(heads, 0)
         for n in range(tiles):
             slot = n % 2
@@ -85,19 +84,7 @@ def _entry_rows(
             tma.store_wait(0)
             barrier()
             if n + 2 < tiles:
-                column = (n + 2) * BLOCK
-                slot_ready = ready.index(slot)
-                _load_weights(
-                    weights,
-                    grad_scores,
-                    p.index(slot),
-                    ds.index(slot),
-                    slot_ready,
-                    token * H,
-                    column,
-                    H,
-                    BLOCK,
-                )
+                _load_weights(weights, grad_scores, p, ds, ready, token * H, n + 2, slot, H, BLOCK)
             out.store(acc.to(gl.bfloat16))
             fence_async_shared()
             barrier()
