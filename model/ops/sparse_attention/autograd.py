@@ -1,7 +1,6 @@
 """Joins the forward and backward kernels of sparse attention for autograd."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,18 +15,6 @@ from model.ops.sparse_attention.inverse import InverseIndex
 
 # Of so many tokens a pass keeps the attention's probabilities for the backward, 80 KiB a token and layer.
 _KEPT_TOKENS = 16384
-
-
-@dataclass(frozen=True, slots=True)
-class _Constants:
-    """What the backward needs besides tensors."""
-
-    scale: float
-    window_size: int
-    inverse: InverseIndex | None
-    entries: int
-    main: int
-    block: int
 
 
 def _forward(
@@ -56,28 +43,29 @@ def _forward(
         kept = gluon.Kept.empty(query, keys, keys.rows.shape[1] // keys.block) if keep else None
         room = None if kept is None else (kept.weights, kept.tops)
         out, lse = triton.forward(query, table, keys, sink, scale=scale, exact=exact, keep=room)
-    ctx.constants = _Constants(scale, window_size, inverse, len(entries), keys.main, keys.block)
+    ctx.scale, ctx.window_size, ctx.inverse = scale, window_size, inverse
+    ctx.entries, ctx.main, ctx.block = len(entries), keys.main, keys.block
     ctx.mark_non_differentiable(lse)
     saved = query, table, indices, keys.rows, keys.counts, sink, out, lse
     return out, lse, saved if kept is None else (*saved, kept.weights, kept.tops)
 
 
 def _backward(
-    constants: _Constants, saved: Sequence[Tensor], grad_out: Tensor, lost: Tensor
+    ctx: Any, saved: Sequence[Tensor], grad_out: Tensor, lost: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, entries, window and sink; `lost` as in `backward.backward`."""
     query, table, indices, rows, counts, sink, out, lse, *kept = saved
-    keys = triton.KeyRows(rows, counts, constants.main, constants.block)
-    where = constants.scale, constants.window_size, constants.entries
+    keys = triton.KeyRows(rows, counts, ctx.main, ctx.block)
+    where = ctx.scale, ctx.window_size, ctx.entries
     grad_query, grad_table, delta = backward(
         Saved(query, table, keys, indices, out, lse, *where, gluon.Kept(*kept) if kept else None),
         grad_out,
-        constants.inverse,
+        ctx.inverse,
         lost,
     )
     grad_sink = -(torch.exp(sink - lse) * delta).sum(0)
     grad_table = grad_table.to(table.dtype)
-    return grad_query, grad_table[: constants.entries], grad_table[constants.entries :], grad_sink
+    return grad_query, grad_table[: ctx.entries], grad_table[ctx.entries :], grad_sink
 
 
 class SparseAttention(torch.autograd.Function):
@@ -114,7 +102,7 @@ class SparseAttention(torch.autograd.Function):
             raise ValueError("the gradient needs row t of the window to be query t's own: leave `last` out")
         saved = ctx.saved_tensors
         nothing = torch.zeros_like(saved[7])
-        query, entries, window, sink = _backward(ctx.constants, saved, grad_out.contiguous(), nothing)
+        query, entries, window, sink = _backward(ctx, saved, grad_out.contiguous(), nothing)
         entries, window = entries.to(ctx.dtypes[0]), window.to(ctx.dtypes[1])
         return query, entries, None, window, None, None, sink, None, None
 
@@ -161,6 +149,6 @@ class AttentionSite(torch.autograd.Function):
         grad_weight = torch.bmm(grouped.transpose(1, 2), by_group(heads, len(weight)))
         grad_out = product(grouped, weight).view_as(heads)
         lost = turned_gradient_(heads, grad_out, cosine, sine)
-        query, entries, window, sink = _backward(ctx.constants, saved, grad_out, lost)
+        query, entries, window, sink = _backward(ctx, saved, grad_out, lost)
         rotary_(query, cosine, sine, -1.0)
         return query, entries, None, window, None, None, sink, None, None, grad_weight, None
