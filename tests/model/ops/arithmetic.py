@@ -3,7 +3,8 @@
 Two kernels give the same bits when they round the same expressions: the same operations in the same order,
 with the same additions fused to multiplications. Expressions are written with `x` for whatever is loaded,
 selected or comes out of a matrix product, and `m` for the larger or smaller of two values, which is not
-rounded: so kernels of other tiles and layouts can be compared.
+rounded: so kernels of other tiles and layouts can be compared. Which elements a thread adds up an expression
+does not say; `sums` reads that from the layouts.
 """
 
 import re
@@ -17,6 +18,9 @@ _ARGUMENTS = re.compile(r",(?![^\[{]*[\]}])")
 _REGISTER = re.compile(r"%[a-z]+\d+")
 _LEAF, _ZERO, _MINUS_ZERO, _ONE = "x", "0f00000000", "0f80000000", "0f3F800000"
 _CONSTANT = re.compile(r"0f[0-9A-Fa-f]{8}$|-?\d+$")
+_REDUCTION = re.compile(
+    r'"tt\.reduce"\(.*?axis = (\d+).*?\}\) : \(tensor<([\dx]+)xf32, (#\w+)>\) ->', re.DOTALL
+)
 
 
 def instructions(ptx: str) -> list[tuple[str, list[str]]]:
@@ -128,3 +132,45 @@ def left_to_fuse(ptx: str) -> list[str]:
         for name, operands in listed
         if name in ("add.f32", "sub.f32", "add.ftz.f32", "sub.ftz.f32") and products & set(operands[1:])
     ]
+
+
+Elements = tuple[int, tuple[tuple[int, ...], ...]]
+"""Of a sum: how many, and the steps along them between a thread's values, lanes, and warps."""
+
+
+def sums(ttgir: str) -> set[Elements]:
+    """Which elements each sum of fp32 adds up where: in a thread, then over lanes, then over warps.
+
+    Raises:
+        ValueError: a layout of a kind that is not known here.
+    """
+    layouts = dict(re.findall(r"^(#\w+) = #ttg\.(.*)$", ttgir, re.MULTILINE))
+    found = set()
+    for match in _REDUCTION.finditer(ttgir):
+        axis, sizes = int(match[1]), [int(size) for size in match[2].split("x")]
+        if "arith.addf" in match[0]:
+            found.add((sizes[axis], _steps(layouts[match[3]], axis, sizes[axis])))
+    return found
+
+
+def _steps(layout: str, axis: int, size: int) -> tuple[tuple[int, ...], ...]:
+    kind, numbers = layout.split("<")[0], dict(re.findall(r"(\w+) = (\[[^=]*\])(?:, |\})", layout))
+    if kind == "linear":
+        bases = (re.findall(r"\[([\d, ]+)\]", numbers[name]) for name in ("register", "lane", "warp"))
+        return tuple(tuple(n for b in part if (n := int(b.split(",")[axis]))) for part in bases)
+    along = {name: int(value.strip("[]").split(",")[axis]) for name, value in numbers.items()}
+    if kind == "blocked":
+        lane, warp = along["sizePerThread"], along["sizePerThread"] * along["threadsPerWarp"]
+        again = warp * along["warpsPerCTA"]
+        return (
+            _powers(1, lane) + _powers(again, size),
+            _powers(lane, min(warp, size)),
+            _powers(warp, min(again, size)),
+        )
+    if kind == "nvidia_mma" and axis == 1 and along["warpsPerCTA"] == 1:
+        return (1, *_powers(8, size)), (2, 4), ()
+    raise ValueError(f"which elements a thread holds is not known of the layout {layout}")
+
+
+def _powers(first: int, end: int) -> tuple[int, ...]:
+    return tuple(1 << n for n in range(first.bit_length() - 1, end.bit_length() - 1))

@@ -149,6 +149,69 @@ def test_attention(rounds, batch, heads):
         assert {root for root in step if "ex2(" in root} == forward - {logarithm}
 
 
+@pytest.fixture(scope="module")
+def sums(compiled_kernels):
+    """`sums(launcher, ...)`: which elements the sums of the launched kernel add up, and where."""
+
+    def call(launcher, *args, **options):
+        ((_, kernel),) = compiled_kernels(launcher, *args, **options)
+        return [arithmetic.sums(kernel.asm["ttgir"])]
+
+    return call
+
+
+def test_sums_of_streams_and_records_take_their_elements_in_one_order(sums):
+    many = _update(sums, MANY)
+    assert {size for size, _ in many} == {32, 1024}
+    for rows in (1, 7, 64):
+        assert _update(sums, rows) == _update(sums, rows, 5) == many
+    given = _t(64, 4, D), _t(64, D), _t(64, 24, dtype=FP32), _t(D)
+    assert sums(boundary.update, *given, 1e-6, warps=1) != [many]
+    for kind, width in (("main", WIDTH), ("index", 128)):
+        found = [
+            sums(
+                packing.pack_keys,
+                kind,
+                _t(groups, width),
+                None,
+                1,
+                _t(groups, dtype=INT),
+                _t(width),
+                1e-6,
+                None,
+            )
+            for groups in (1, 64, MANY)
+        ]
+        assert found[0][0] and found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("queries", [1280, 1000])
+def test_norms_of_a_step_take_their_elements_in_the_order_of_training(sums, queries):
+    """Also where the row stride of what one product gives is no multiple of 16, and so not specialised."""
+    angles, ring = (_t(MANY, 32, dtype=FP32), _t(MANY, 32, dtype=FP32)), _t(8192, 528, dtype=BYTE)
+
+    def of(rows, values, window, **options):
+        turns = [angle[:rows] for angle in angles]
+        given = {"rounded": True, "ring": None, "target": None, "out": None, **options}
+        return sums(latents.latents, values, _t(queries), window, _t(WIDTH), *turns, 1e-6, **given)[0]
+
+    many = of(MANY, _t(MANY, queries), _t(MANY, WIDTH))
+    assert {size for size, _ in many} == {1 << (queries - 1).bit_length(), WIDTH}
+    for rows in (1, 64):
+        joint = _t(rows, queries + WIDTH).split([queries, WIDTH], 1)
+        assert of(rows, *joint, rounded=False, ring=ring, target=_t(rows, dtype=LONG)) == many
+    (norm,) = sums(latents.latent_norm, _t(MANY, queries), _t(queries), 1e-6)
+    (window,) = sums(rotary.window_keys, _t(MANY, WIDTH), _t(WIDTH), *angles, eps=1e-6, rounded=True)
+    assert norm | window == many
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+def test_attention_takes_the_weights_of_a_tile_in_one_order(sums, heads):
+    many = _training(sums, heads)
+    assert {size for size, _ in many} == {64}
+    assert _decoding(sums, 1, heads) == _decoding(sums, 64, heads) == many
+
+
 def _plan(tokens):
     items = tokens * (CHOSEN + 1)
     tiles = _t(most_tiles(items, EXPERTS + 1) + 1, 2, dtype=INT)
