@@ -125,6 +125,7 @@ class Step:
             if block.engram is not None:
                 self._side.join()
                 streams, x = block.engram.gate(streams, memories.pop(block.layer), None), None
+                self._record(block.layer, engram_out=streams)
             if x is None or squares is None:
                 x, squares = hyper_input(
                     streams, coefficient, block.attn_norm.weight, eps=block.attn_norm.eps

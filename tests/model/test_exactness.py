@@ -68,6 +68,17 @@ def test_it_names_the_operation_that_differs(policy, monkeypatch, operation, nam
     assert f"token 33 by step: {name}, " in str(first)
 
 
+def test_it_names_a_memory_that_differs(policy, monkeypatch):
+    gate = policy.blocks[1].engram.gate
+    monkeypatch.setattr(
+        policy.blocks[1].engram,
+        "gate",
+        lambda streams, *rest: gate(streams, *rest) * (1 + (len(streams) == 1)),
+    )
+    first = found(policy)[0]
+    assert (first.token, first.way, first.name) == (33, STEP, "layers.1.engram_out")
+
+
 def test_it_ends_where_the_cache_would_differ(policy, monkeypatch):
     right = model.fused.table_attention
     monkeypatch.setattr(
