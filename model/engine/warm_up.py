@@ -26,25 +26,25 @@ if TYPE_CHECKING:
     from model.policy import Policy
 
 _log = logging.getLogger(__name__)
-_compiled: Counter[str] = Counter()
+_compiled: list[str] = []
 
 
 def compiled() -> dict[str, int]:
     """How many variants of each kernel this process has compiled or loaded so far, by name."""
-    return dict(_compiled)
+    return dict(Counter(_compiled))
 
 
 def _count(*, fn: Any, **_: Any) -> None:
     name = f"{fn.module}.{fn.name.rsplit('.', 1)[-1]}".removeprefix("model.ops.")
-    _compiled[name] += 1
+    _compiled.append(name)
 
 
 @contextlib.contextmanager
 def late_compiles_told() -> Iterator[None]:
     """Around an engine's step: warns of each kernel that its requests had to wait for."""
-    before = _compiled.copy()
+    before = len(_compiled)
     yield
-    for name in _compiled - before:
+    for name in dict.fromkeys(_compiled[before:]):
         _log.warning("%s was compiled for another shape while requests waited", name)
 
 
@@ -96,13 +96,13 @@ def contexts(longest: int) -> list[int]:
 
 def _prefills(policy: Policy, cache: PolicyCache, most: int) -> None:
     started, done = time.monotonic(), 0
-    before = sum(_compiled.values())
+    before = len(_compiled)
     plan = [(0, size) for size in sizes(most)]
     for context in contexts(cache.max_tokens)[1:]:
         plan += [(context - size, size) for size in (1, min(17, most), most) if context > size]
     for number, (context, size) in enumerate(plan, 1):
         _prefill(policy, cache, context, size)
-        done = sum(_compiled.values()) - before
+        done = len(_compiled) - before
         _log.info(
             "prefill %d of %d (%d tokens after %d) after %.1f s, %d kernels made ready",
             *(number, len(plan), size, context, time.monotonic() - started, done),
