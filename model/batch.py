@@ -90,6 +90,11 @@ class Trace:
         """Keep `value` under `name`."""
         self.values[name] = value.detach()
 
+    def record_layer(self, layer: int, **values: Tensor) -> None:
+        """Keep results of a layer under their names."""
+        for name, value in values.items():
+            self.record(f"layers.{layer}.{name}", value)
+
 
 class Batch:
     """Tokens of one forward pass. `rows` partition the sequences into rectangles of similar length."""
@@ -118,6 +123,11 @@ class Batch:
         """Keep `value` when this pass is traced."""
         if self.trace is not None:
             self.trace.record(name, value[: self.total])
+
+    def record_layer(self, layer: int, **values: Tensor) -> None:
+        """Keep results of a layer when this pass is traced."""
+        if self.trace is not None:
+            self.trace.record_layer(layer, **{name: value[: self.total] for name, value in values.items()})
 
     def mark_images(self, images: ImageTokens | None) -> None:
         """Tell the layers which tokens belong to images."""

@@ -161,9 +161,8 @@ class Step:
 
     def _record(self, layer: int, **values: Tensor) -> None:
         """Keep what `model.fused.Pass` keeps under the same names, when this step is traced."""
-        for name, value in values.items() if self.trace is not None else ():
-            assert self.trace is not None
-            self.trace.record(f"layers.{layer}.{name}", value)
+        if self.trace is not None:
+            self.trace.record_layer(layer, **values)
 
     def angles(self, attention: Attention) -> Angles:
         """Of the tokens in a layer."""

@@ -221,8 +221,7 @@ def choose(attention: Attention, queries: tuple[Tensor, Tensor], keys: Keys, fla
             indices, candidates = _among_candidates(attention, asked, keys, flat)
         indices = _forced(attention, indices, keys, flat)
         if flat.batch.trace is not None:
-            local = torch.where(indices >= 0, indices - groups.begins[:, None], -1)
-            flat.batch.record(f"layers.{attention.layer}.chosen_keys", local)
+            flat.batch.record_layer(attention.layer, chosen_keys=_local(indices, groups))
         inverse = invert(indices, len(keys.entries)) if grad else None
     selected = selection(flat, indices, len(keys.entries))
     return replace(keys, selected=selected, inverse=inverse, candidates=candidates)
@@ -272,14 +271,17 @@ def _among_candidates(
 
 def _forced(attention: Attention, indices: Tensor, keys: Keys, flat: Flat) -> Tensor:
     """Captures the selection, and puts in the one that replay forces."""
-    batch, begins = flat.batch, keys.groups.begins[:, None]
+    batch, groups = flat.batch, keys.groups
     given = None if batch.choices is None else batch.choices.selection_of(attention.layer)
     if given is not None:
         padded = torch.nn.functional.pad(given, (0, attention.top_k - given.shape[-1]), value=FREE)
-        local = torch.where(indices >= 0, indices - begins, -1).long()
-        local = force(local, padded.to(local.device))
-        indices = torch.where(local >= 0, local + begins, -1).int()
+        local = force(_local(indices, groups).long(), padded.to(indices.device))
+        indices = torch.where(local >= 0, local + groups.begins[:, None], -1).int()
     if batch.capture is not None and batch.capture.selections_too:
-        local = torch.where(indices >= 0, indices - begins, -1).long()
-        batch.capture.selections[attention.layer] = batch.among_all(local)
+        batch.capture.selections[attention.layer] = batch.among_all(_local(indices, groups).long())
     return indices
+
+
+def _local(indices: Tensor, groups: Groups) -> Tensor:
+    """Chosen rows [T, K] counted from each token's first key, -1 for none."""
+    return torch.where(indices >= 0, indices - groups.begins[:, None], -1)

@@ -190,28 +190,25 @@ class Pass:
 
     def _step(self, block: Block, flat: Flat, norm: Tensor, eps: float) -> Callable[..., Handed]:
         """Both sites of a block, ending with the input of what follows."""
-        name, batch = f"layers.{block.layer}.", flat.batch
+        record = partial(flat.batch.record_layer, block.layer)
 
         def step(streams: Tensor, x: Tensor, squares: Tensor, keys: Keys | None) -> Handed:
             coefficient, streams = shared_coefficients(block.hc_attn, streams, squares)
-            batch.record(name + "attn_in", x)
-            batch.record(name + "squares", squares)
-            batch.record(name + "attn_coefficients", coefficient)
+            record(attn_in=x, squares=squares, attn_coefficients=coefficient)
             update, keys = attend(block.attn, x, flat, keys, self.cache, self.options)
-            batch.record(name + "attn_out", update)
+            record(attn_out=update)
             ffn_norm = block.ffn_norm
             streams, x, squares = hyper_update(
                 streams, update, coefficient, ffn_norm.weight, eps=ffn_norm.eps
             )
             coefficient, streams = shared_coefficients(block.hc_ffn, streams, squares)
-            batch.record(name + "ffn_in", x)
-            batch.record(name + "ffn_coefficients", coefficient)
-            forced = None if batch.choices is None else batch.choices.experts_of(block.layer)
+            record(ffn_in=x, ffn_coefficients=coefficient)
+            choices = flat.batch.choices
+            forced = None if choices is None else choices.experts_of(block.layer)
             update, routing = experts(block.ffn, x, forced)
-            batch.record(name + "ffn_out", update)
+            record(ffn_out=update)
             streams, x, squares = hyper_update(streams, update, coefficient, norm, eps=eps)
-            batch.record(name + "streams", streams)
-            batch.record(name + "router_ids", routing.expert_ids)
+            record(streams=streams, router_ids=routing.expert_ids)
             return streams, coefficient, x, squares, keys, routing
 
         return step
@@ -363,20 +360,16 @@ def _attend_table(
         asked = ask(attention, x, latent, angles, options.fake_quant, False)
         keys = used = choose(attention, asked, keys, flat, False)
     assert used.selected is not None
-    _record_attention(attention, flat.batch, query_latent=latent, query=query)
+    if flat.batch.trace is not None:
+        # A copy: the heads are turned where they lie.
+        flat.batch.record_layer(attention.layer, query_latent=latent, query=query.clone())
     query = rotary(query, *angles, in_place=not torch.is_grad_enabled())
     output = table_attention(
         query, table, used.selected, attention.attn_sink, scale=attention.width**-0.5, exact=is_exact()
     )
     output = rotary(output, *angles, inverse=True, in_place=not torch.is_grad_enabled())
-    _record_attention(attention, flat.batch, heads=output)
+    flat.batch.record_layer(attention.layer, heads=output)
     return output, keys
-
-
-def _record_attention(attention: Attention, batch: Batch, **values: Tensor) -> None:
-    for name, value in values.items() if batch.trace is not None else ():
-        # A copy: kernels turn heads where they lie.
-        batch.record(f"layers.{attention.layer}.{name}", value.clone())
 
 
 def project(attention: Attention, output: Tensor) -> Tensor:

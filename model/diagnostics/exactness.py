@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from model.batch import Trace
+from model.cache.policy_cache import PolicyCache
 from model.policy import PackedTokens, Policy
 
 STEP, CAPTURED, PREFILL = "step", "captured step", "prefill pass"
-WAYS = (STEP, CAPTURED, PREFILL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,10 @@ def differences(policy: Policy, ids: Tensor, pieces: Sequence[int]) -> list[Diff
     prompt = sum(pieces)
     if not 0 < prompt < len(ids):
         raise ValueError(f"{prompt} of {len(ids)} tokens are a prompt: some must be left to decode")
-    trained = Trace()
+    training = Trace()
     whole = torch.tensor([0, len(ids)], device=ids.device)
-    hidden = policy(PackedTokens(ids, whole), trace=trained).hidden
+    hidden = policy(PackedTokens(ids, whole), trace=training).hidden
+    trained = {**training.values, "hidden": hidden}
     cache = policy.new_cache(1, len(ids) + 64, storage="packed")
     slot = torch.tensor([cache.allocate()], device=ids.device)
     at, found = 0, []
@@ -70,11 +71,10 @@ def differences(policy: Policy, ids: Tensor, pieces: Sequence[int]) -> list[Diff
         _extend(policy, cache, slot, ids[at : at + length], None)
         at += length
     for token in range(prompt, len(ids)):
-        for way in WAYS:
-            trace = {STEP: Trace(steps=True), CAPTURED: None, PREFILL: Trace()}[way]
+        for way, trace in ((STEP, Trace(steps=True)), (CAPTURED, None), (PREFILL, Trace())):
             result = _extend(policy, cache, slot, ids[token : token + 1], trace)
             kept = {} if trace is None else trace.values
-            first = _first(token, way, {**kept, "hidden": result}, {**trained.values, "hidden": hidden})
+            first = _first(token, way, {**kept, "hidden": result}, trained)
             if first is not None:
                 found.append(first)
             if way != PREFILL:
@@ -84,7 +84,7 @@ def differences(policy: Policy, ids: Tensor, pieces: Sequence[int]) -> list[Diff
     return found
 
 
-def _extend(policy: Policy, cache, slot: Tensor, ids: Tensor, trace: Trace | None) -> Tensor:
+def _extend(policy: Policy, cache: PolicyCache, slot: Tensor, ids: Tensor, trace: Trace | None) -> Tensor:
     length = torch.tensor([len(ids)], device=ids.device)
     return policy.extend(cache, slot, ids[None], length, trace=trace)
 

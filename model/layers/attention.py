@@ -190,9 +190,7 @@ class Attention(nn.Module):
         with torch.set_grad_enabled(options.supervision is not None and torch.is_grad_enabled()):
             index_keys = shaped(self.indexer.keys(flat.detach(), rotation, options.fake_quant))
         if trace is not None:
-            names = {"latent": latent, "main_kv": main, "index_k": index_keys}
-            for name, value in names.items():
-                trace.record(f"layers.{self.layer}.{name}", value)
+            trace.record_layer(self.layer, latent=latent, main_kv=main, index_k=index_keys)
         if cache is None or rows.target is None:
             return Globals(TensorKeys(main), TensorKeys(index_keys))
         cache.main[self.layer].append(plan, unrounded, main)
@@ -225,13 +223,13 @@ class Attention(nn.Module):
         capture.selections[self.layer] = batch.among_all(batch.merge(listed))
 
     def _record_choice(self, trace: Trace, choice: Choice, candidates: Tensor | None) -> None:
-        name = f"layers.{self.layer}."
-        trace.record(name + "index_topk", choice.selection.sorted_index(self.top_k))
         assert choice.scores is not None
-        trace.record(name + "index_scores", choice.scores)
+        index = choice.selection.sorted_index(self.top_k)
+        trace.record_layer(self.layer, index_topk=index, index_scores=choice.scores)
         blocks = candidates if candidates is not None else choice.candidates
         if self.rule is not None and blocks is not None:
-            trace.record(name + "candidate_mask", self.rule.expand(blocks, choice.selection.width))
+            mask = self.rule.expand(blocks, choice.selection.width)
+            trace.record_layer(self.layer, candidate_mask=mask)
 
     def _supervise(
         self,

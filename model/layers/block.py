@@ -64,7 +64,7 @@ class Block(nn.Module):
         image = batch.image_rows
         text = None if image is None else ~image
         streams = self.engram(streams, rows[:, self.engram_column], text)
-        batch.record(f"layers.{self.layer}.engram_out", streams)
+        batch.record_layer(self.layer, engram_out=streams)
         return streams
 
     def attention_input(self, streams: Tensor, weights: Tensor) -> Tensor:
@@ -108,21 +108,18 @@ class Block(nn.Module):
         cache: PolicyCache | None,
         options: RunOptions,
     ) -> tuple[Tensor, Tensor, list[Globals], Routing]:
-        name = f"layers.{self.layer}."
         next_weights, write, carry = self.hc_attn(streams)
         update, shared = self.attn(x, batch, shared, cache, options)
-        batch.record(name + "attn_out", update)
+        batch.record_layer(self.layer, attn_out=update)
         streams = mix(carry, streams, write, update)
         weights, write, carry = self.hc_ffn(streams)
         update, routing = self.ffn(
             self.ffn_norm(collapse(next_weights, streams)), batch.image_rows, batch.forced_experts(self.layer)
         )
-        batch.record(name + "ffn_out", update)
+        batch.record_layer(self.layer, ffn_out=update)
         streams = mix(carry, streams, write, update)
         if batch.trace is not None:
-            batch.record(name + "streams", streams)
-            batch.record(name + "next_A", weights)
-            batch.record(name + "router_ids", routing.expert_ids)
-            batch.record(name + "router_weights", routing.weights)
-            batch.record(name + "router_scores", routing.affinity + self.ffn.gate.bias_of(batch.image_rows))
+            chosen = {"router_ids": routing.expert_ids, "router_weights": routing.weights}
+            scores = routing.affinity + self.ffn.gate.bias_of(batch.image_rows)
+            batch.record_layer(self.layer, streams=streams, next_A=weights, **chosen, router_scores=scores)
         return streams, weights, shared, routing

@@ -11,18 +11,14 @@ from model.diagnostics.exactness import CAPTURED, PREFILL, STEP, differences
 from model.ops import dispatch
 from model.policy import Policy
 from model.presets import NANO
+from tests.model import wide_definitions
 
 IDS = torch.randint(0, 64, (40,), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture
 def policy(monkeypatch):
-    def in_double(x, _, weight, eps):
-        wide = x.double()
-        return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight).to(x.dtype)
-
-    # PyTorch's own rounds a row otherwise alone than among others.
-    monkeypatch.setattr(torch.nn.functional, "rms_norm", in_double)
+    wide_definitions.put(monkeypatch)
     shape = replace(NANO, num_attention_heads=16, head_dim=64, index_head_dim=64, hc_sinkhorn_iters=20)
     policy = Policy(replace(shape, dtype="bfloat16"))
     policy.reset_parameters(3)
