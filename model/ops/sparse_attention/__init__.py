@@ -156,7 +156,8 @@ def table_attention(
 ) -> Tensor:
     """`sparse_attention` without gradient over a `table` [entries + window, D]: [T, H, D]."""
     if use_kernel("table_attention", query):
-        from model.ops.sparse_attention import gluon, triton
+        from model.ops.sparse_attention import triton
+        from model.ops.sparse_attention.forward import forward
 
         if selected.rows is None:
             selected.rows = triton.joint_rows(
@@ -167,9 +168,7 @@ def table_attention(
                 window_size=selected.window_size,
                 width=query.shape[2],
             )
-        if gluon.supports(query, selected.rows) and not exact:
-            return gluon.forward(query, table, selected.rows, sink, scale=scale)[0]
-        return triton.forward(query, table, selected.rows, sink, scale=scale, exact=exact)[0]
+        return forward(query, table, selected.rows, sink, scale=scale, exact=exact)[0]
     entries, window = table[: selected.entries], table[selected.entries :]
     where = (selected.indices, window, selected.first, selected.last)
     return reference.forward(query, entries, *where, sink, scale=scale, window_size=selected.window_size)[0]

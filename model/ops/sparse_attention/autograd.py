@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from model.ops.rotary.triton import rotary_, turned_gradient_
-from model.ops.sparse_attention import gluon, triton
+from model.ops.sparse_attention import triton
 from model.ops.sparse_attention.backward import Saved, backward
+from model.ops.sparse_attention.forward import forward
 from model.ops.sparse_attention.heads import by_group, group_heads, product
 from model.ops.sparse_attention.inverse import InverseIndex
 
@@ -35,14 +36,8 @@ def _forward(
     keys = triton.joint_rows(
         indices, first, last, entries=len(entries), window_size=window_size, width=query.shape[2]
     )
-    special = gluon.supports(query, keys)
-    kept, keep = None, special and ctx.needs_input_grad[0] and len(query) <= _KEPT_TOKENS
-    if special and not exact:
-        out, lse, kept = gluon.forward(query, table, keys, sink, scale=scale, keep=keep)
-    else:
-        kept = gluon.Kept.empty(query, keys, keys.rows.shape[1] // keys.block) if keep else None
-        room = None if kept is None else (kept.weights, kept.tops)
-        out, lse = triton.forward(query, table, keys, sink, scale=scale, exact=exact, keep=room)
+    keep = ctx.needs_input_grad[0] and len(query) <= _KEPT_TOKENS
+    out, lse, kept = forward(query, table, keys, sink, scale=scale, exact=exact, keep=keep)
     ctx.scale, ctx.window_size, ctx.inverse = scale, window_size, inverse
     ctx.entries, ctx.main, ctx.block = len(entries), keys.main, keys.block
     ctx.mark_non_differentiable(lse)
@@ -58,7 +53,7 @@ def _backward(
     keys = triton.KeyRows(rows, counts, ctx.main, ctx.block)
     where = ctx.scale, ctx.window_size, ctx.entries
     grad_query, grad_table, delta = backward(
-        Saved(query, table, keys, indices, out, lse, *where, gluon.Kept(*kept) if kept else None),
+        Saved(query, table, keys, indices, out, lse, *where, triton.Kept(*kept) if kept else None),
         grad_out,
         ctx.inverse,
         lost,

@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.ops.sparse_attention.gluon import Kept, supports
+from model.ops.sparse_attention.gluon import supports
 from model.ops.sparse_attention.gluon_backward import query_gradient
 from model.ops.sparse_attention.gluon_rows import entry_rows
 from model.ops.sparse_attention.inverse import CHUNK, InverseIndex, invert
-from model.ops.sparse_attention.triton import KeyRows
+from model.ops.sparse_attention.triton import Kept, KeyRows
 from model.ops.tile import LAYOUT_FLAG, LOG2E, operand, round_bf16
 
 

@@ -10,8 +10,6 @@ use this one.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportAssignmentType=false
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -26,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from model.ops.hopper import barrier, copy, signal, slot_barriers
-from model.ops.sparse_attention.triton import KeyRows
+from model.ops.sparse_attention.triton import Kept, KeyRows
 from model.ops.tile import LN2, LOG2E, MASKED
 
 HEADS, WIDTH, TILE = 64, 512, 64
@@ -244,37 +242,16 @@ def supports(query: Tensor, keys: KeyRows) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """Probabilities [T, H, columns] bf16 as the forward formed them, and the maxima that they refer to.
-
-    The softmax is not finished when a tile is done: `tops` fp32, in units of a score before its scale, say by
-    what its probabilities are still to be multiplied; [T, pairs, H] of pairs of tiles, or [T, 2 pairs, H].
-    """
-
-    weights: Tensor
-    tops: Tensor
-
-    @staticmethod
-    def empty(query: Tensor, keys: KeyRows, maxima: int) -> "Kept":
-        """Room for those of queries [T, H, D] with so many `maxima` each."""
-        count, heads, _ = query.shape
-        tops = torch.empty((count, maxima, heads), dtype=torch.float32, device=query.device)
-        return Kept(query.new_empty((count, heads, keys.rows.shape[1])), tops)
-
-
 def forward(
-    query: Tensor, table: Tensor, keys: KeyRows, sink: Tensor, *, scale: float, keep: bool = False
-) -> tuple[Tensor, Tensor, Kept | None]:
+    query: Tensor, table: Tensor, keys: KeyRows, sink: Tensor, *, scale: float, kept: Kept | None = None
+) -> tuple[Tensor, Tensor]:
     """Output [T, H, D] and log-sum-exp [T, H], as `model.ops.sparse_attention.triton.forward`.
 
-    With `keep` also the probabilities, for `model.ops.sparse_attention.gluon_backward`.
+    Into `kept` go the probabilities, with a maximum for each pair of tiles.
     """
     assert table.numel() < 2**31, f"row offsets are 32 bits: {len(table)} rows are too many for one call"
     out = torch.empty_like(query)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-    columns = keys.rows.shape[1]
-    kept = Kept.empty(query, keys, columns // (2 * TILE)) if keep else None
     _forward[(len(query),)](
         query,
         table,
@@ -287,11 +264,11 @@ def forward(
         lse if kept is None else kept.tops,
         scale,
         MAIN=keys.main,
-        COLUMNS=columns,
+        COLUMNS=keys.rows.shape[1],
         H=HEADS,
         D=WIDTH,
         BLOCK=TILE,
-        KEEP=keep,
+        KEEP=kept is not None,
         num_warps=4,
     )
-    return out, lse, kept
+    return out, lse

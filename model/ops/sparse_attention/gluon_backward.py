@@ -16,7 +16,6 @@ from model.ops.sparse_attention.gluon import (
     HEADS,
     TILE,
     WIDTH,
-    Kept,
     allocate,
     gather,
     scores,
@@ -24,7 +23,7 @@ from model.ops.sparse_attention.gluon import (
     visited,
     weigh,
 )
-from model.ops.sparse_attention.triton import KeyRows
+from model.ops.sparse_attention.triton import Kept, KeyRows
 from model.ops.tile import LOG2E
 
 

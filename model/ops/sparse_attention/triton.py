@@ -85,6 +85,26 @@ def joint_rows(
     return KeyRows(rows, counts, main, block)
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Probabilities [T, H, columns] bf16 as a forward formed them, and the maxima that they refer to.
+
+    The softmax is not finished when a tile is done: `tops` fp32, in units of a score before its scale, say by
+    what its probabilities are still to be multiplied; [T, n, H], one for each tile or pair of tiles.
+    """
+
+    weights: Tensor
+    tops: Tensor
+
+    @staticmethod
+    def empty(query: Tensor, keys: KeyRows, tiles: int) -> "Kept":
+        """Room for those of queries [T, H, D], with a maximum for so many `tiles` of keys."""
+        (count, heads, _), columns = query.shape, keys.rows.shape[1]
+        maxima = columns // (tiles * keys.block)
+        tops = torch.empty((count, maxima, heads), dtype=torch.float32, device=query.device)
+        return Kept(query.new_empty((count, heads, columns)), tops)
+
+
 @triton.jit
 def _forward(
     query,
@@ -154,12 +174,11 @@ def forward(
     scale: float,
     exact: bool = False,
     stages: int = 2,
-    keep: tuple[Tensor, Tensor] | None = None,
+    kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output [T, H, D] and log-sum-exp [T, H] over `table` = entries followed by window rows.
 
-    Into `keep` go the probabilities [T, H, columns] bf16 as they are formed, and the maximum of the scores
-    up to their tile [T, tiles, H] fp32, to which they refer.
+    Into `kept` go the probabilities, with a maximum for each tile.
     """
     count, heads, channels = query.shape
     assert table.numel() < 2**31, (
@@ -178,7 +197,8 @@ def forward(
         sink,
         out,
         lse,
-        *((out, lse) if keep is None else keep),
+        out if kept is None else kept.weights,
+        lse if kept is None else kept.tops,
         scale,
         LAYOUT_FLAG,
         MAIN=keys.main,
@@ -188,7 +208,7 @@ def forward(
         D=channels,
         BLOCK=keys.block,
         BRANCHED=not exact,
-        KEEP=keep is not None,
+        KEEP=kept is not None,
         num_warps=8,
         num_stages=stages,
     )

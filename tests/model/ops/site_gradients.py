@@ -49,8 +49,8 @@ def kept_probabilities(
     query: Tensor, table: Tensor, keys: KeyRows, sink: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Exact forward: output, log-sum-exp, and what it keeps."""
-    from model.ops.sparse_attention import gluon, triton
+    from model.ops.sparse_attention import triton
 
-    kept = gluon.Kept.empty(query, keys, keys.rows.shape[1] // keys.block)
-    room = kept.weights, kept.tops
-    return *triton.forward(query, table, keys, sink, scale=scale, exact=True, keep=room), *room
+    kept = triton.Kept.empty(query, keys, 1)
+    results = triton.forward(query, table, keys, sink, scale=scale, exact=True, kept=kept)
+    return *results, kept.weights, kept.tops

@@ -115,10 +115,13 @@ def test_index_scores(rounds, heads):
         assert {root for root in step if "m," in root} == many
 
 
-def _training(compile, heads, keep=None):
-    keys = attention.KeyRows(_t(MANY, 640, dtype=INT), _t(MANY, 2, dtype=INT), 512, 64)
-    given = _t(MANY, heads, WIDTH), _t(8192, WIDTH), keys, _t(heads, dtype=FP32)
-    return compile(attention.forward, *given, scale=WIDTH**-0.5, exact=True, keep=keep)[0]
+def _keys():
+    return attention.KeyRows(_t(MANY, 640, dtype=INT), _t(MANY, 2, dtype=INT), 512, 64)
+
+
+def _training(compile, heads, kept=None):
+    given = _t(MANY, heads, WIDTH), _t(8192, WIDTH), _keys(), _t(heads, dtype=FP32)
+    return compile(attention.forward, *given, scale=WIDTH**-0.5, exact=True, kept=kept)[0]
 
 
 def _decoding(compile, batch, heads):
@@ -130,7 +133,7 @@ def _decoding(compile, batch, heads):
 
 
 def test_attention_that_keeps_its_probabilities_for_the_backward(rounds):
-    kept = _t(MANY, 64, 640), _t(MANY, 10, 64, dtype=FP32)
+    kept = attention.Kept.empty(_t(MANY, 64, WIDTH), _keys(), 1)
     assert _training(rounds, 64, kept) == _training(rounds, 64)
 
 

@@ -99,18 +99,13 @@ def _forward(compiled, module, **options):
     return compiled(module.forward, *arguments, scale=SCALE, **options)
 
 
-def _exact_kept(compiled):
-    kept = gluon.Kept.empty(_t(T, H, D), _keys(), (K + W) // 64)
-    return _forward(compiled, attention, exact=True, keep=(kept.weights, kept.tops))
+def _kept(tiles):
+    return attention.Kept.empty(_t(T, H, D), _keys(), tiles)
 
 
-def _backward(compiled, heads, maxima):
-    """With probabilities kept from the forward, and so many maxima a query, if any."""
+def _backward(compiled, heads, kept=None):
     query, row = _t(T, heads, D), _t(T, heads, dtype=FP32)
-    weights = gluon.Kept.empty(query, _keys(), maxima) if maxima else None
-    saved = backward.Saved(
-        query, _t(E + T, D), _keys(), _t(T, K, dtype=INT), query, row, SCALE, W, E, weights
-    )
+    saved = backward.Saved(query, _t(E + T, D), _keys(), _t(T, K, dtype=INT), query, row, SCALE, W, E, kept)
     inverse = InverseIndex(T, [_t(E + 1, dtype=INT)], [_t(T * K, dtype=INT)])
     return compiled(backward.backward, saved, query, inverse, row)
 
@@ -320,12 +315,12 @@ CASES = {
     "attention_fast": lambda c: _forward(c, gluon),
     "attention_plain": lambda c: _forward(c, attention),
     "attention_exact": lambda c: _forward(c, attention, exact=True),
-    "attention_kept": lambda c: _forward(c, gluon, keep=True),
-    "attention_exact_kept": _exact_kept,
-    "attention_backward": lambda c: _backward(c, H, 0),
-    "attention_backward_kept": lambda c: _backward(c, H, (K + W) // 128),
-    "attention_backward_exact_kept": lambda c: _backward(c, H, (K + W) // 64),
-    "attention_backward_wide": lambda c: _backward(c, 2 * H, 0),
+    "attention_kept": lambda c: _forward(c, gluon, kept=_kept(2)),
+    "attention_exact_kept": lambda c: _forward(c, attention, exact=True, kept=_kept(1)),
+    "attention_backward": lambda c: _backward(c, H),
+    "attention_backward_kept": lambda c: _backward(c, H, _kept(2)),
+    "attention_backward_exact_kept": lambda c: _backward(c, H, _kept(1)),
+    "attention_backward_wide": lambda c: _backward(c, 2 * H),
     "topk_few": lambda c: c(topk.topk, _t(64, 131072, dtype=FP32), 512),
     "topk_many": lambda c: c(topk.topk, _t(1024, E, dtype=FP32), 512, ends=_t(1024, dtype=INT)),
     "candidates": _candidates,
