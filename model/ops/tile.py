@@ -45,6 +45,24 @@ shl.b32 y, t1, 8; and.b32 y, y, 0x80008000; or.b32 $1, x, y;
 }"""
 )
 
+
+def _half_words(select: str, first: int) -> str:
+    """Four values of two words: equal halves side by side, of which each value takes one bit pattern."""
+    return f"""prmt.b32 t, $8, $9, {select};
+and.b32 ${first}, t, 0x81C081C0;
+shl.b32 x, t, 3; and.b32 ${first + 1}, x, 0x81C081C0;
+shl.b32 x, t, 6; and.b32 ${first + 2}, x, 0x81C081C0;
+shl.b32 x, t, 1; and.b32 x, x, 0x80008000;
+shr.b32 y, t, 5; and.b32 y, y, 0x01000100; or.b32 x, x, y;
+shr.b32 y, t, 4; and.b32 y, y, 0x00C000C0; or.b32 ${first + 3}, x, y;
+"""
+
+
+# Two words to eight words of two bf16.
+E2M1_WORDS_ASM = tl.constexpr(
+    "{\n.reg .b32 t, x, y;\n" + _half_words("0x5410", 0) + _half_words("0x7632", 4) + "}"
+)
+
 # Any value that Triton does not specialise (not 1, not a multiple of 16); see `branched_dot`.
 LAYOUT_FLAG = 7
 
@@ -175,25 +193,8 @@ def e2m1_words(words):
         n0, n1, n2, n3 = _e2m1_half(w & 0xFFFF)
         n4, n5, n6, n7 = _e2m1_half(w >> 16)
     else:
-        # Equal halves of two words side by side.
         n0, n1, n2, n3, n4, n5, n6, n7 = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 t, x, y;
-            prmt.b32 t, $8, $9, 0x5410;
-            and.b32 $0, t, 0x81C081C0;
-            shl.b32 x, t, 3; and.b32 $1, x, 0x81C081C0;
-            shl.b32 x, t, 6; and.b32 $2, x, 0x81C081C0;
-            shl.b32 x, t, 1; and.b32 x, x, 0x80008000;
-            shr.b32 y, t, 5; and.b32 y, y, 0x01000100; or.b32 x, x, y;
-            shr.b32 y, t, 4; and.b32 y, y, 0x00C000C0; or.b32 $3, x, y;
-            prmt.b32 t, $8, $9, 0x7632;
-            and.b32 $4, t, 0x81C081C0;
-            shl.b32 x, t, 3; and.b32 $5, x, 0x81C081C0;
-            shl.b32 x, t, 6; and.b32 $6, x, 0x81C081C0;
-            shl.b32 x, t, 1; and.b32 x, x, 0x80008000;
-            shr.b32 y, t, 5; and.b32 y, y, 0x01000100; or.b32 x, x, y;
-            shr.b32 y, t, 4; and.b32 y, y, 0x00C000C0; or.b32 $7, x, y;
-            }""",
+            E2M1_WORDS_ASM,
             "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
             [words],
             dtype=(

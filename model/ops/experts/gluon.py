@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 
 from model.ops.experts.activation import activate, weights_of
-from model.ops.experts.plan import TILE_ROWS, Plan
+from model.ops.experts.plan import TILE_ROWS, Plan, shape_of
 from model.ops.hopper import barrier, copy, load_tile, slot_barriers
 
 COLUMNS, DEPTH, SLOTS, GROUP = 256, 64, 4, 4
@@ -226,14 +226,12 @@ def specialised(
         weights: [T, k] of the routed experts: activate products as gates and ups, and weigh: [n, N / 2].
         limit: of the activation.
     """
-    experts, height, width = weight.shape
-    depth, columns = (height, width) if back else (width, height)
     pair = weights is not None
-    target, tile = (columns // 2, COLUMNS // 2) if pair else (columns, COLUMNS)
+    depth, target, tile = shape_of(weight, back, pair, COLUMNS)
     out = torch.empty((len(plan.tokens), target), dtype=x.dtype, device=x.device)
     layout = gl.NVMMASharedLayout(128, 16, 2)
     block = TensorDescriptor.from_tensor(x, [TILE_ROWS, DEPTH], layout)
-    matrix = weight.view(experts * height, width)
+    matrix = weight.view(-1, weight.shape[2])
     _specialised[(_programs(x.device),)](
         x, block, TensorDescriptor.from_tensor(matrix, [DEPTH, tile] if back else [tile, DEPTH], layout),
         plan.tiles, plan.ends, plan.tokens, plan.place, x if weights is None else weights, out, limit,

@@ -51,3 +51,14 @@ def block_loads(ids: Tensor, experts: int) -> Tensor:
     at = (block[:, None] * experts + ids).flatten()
     loads.view(-1).scatter_add_(0, at, torch.ones_like(at, dtype=torch.int32))
     return loads
+
+
+def shape_of(weight: Tensor, back: bool, pair: bool, columns: int) -> tuple[int, int, int]:
+    """Depth of the sums, width of the result, and how much of it a tile makes of `columns` products.
+
+    Of rows times matrices of `weight` [G, N, K], or times the matrices as they are if `back`; a `pair` of
+    products, gate and up, makes one element.
+    """
+    _, height, width = weight.shape
+    depth, products = (height, width) if back else (width, height)
+    return (depth, products // 2, columns // 2) if pair else (depth, products, columns)

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from model.ops.experts.activation import activate, weights_of
-from model.ops.experts.plan import TILE_ROWS, Plan
+from model.ops.experts.plan import TILE_ROWS, Plan, shape_of
 from model.ops.tile import INTERPRET, operand, round_bf16
 
 _COLUMNS, _DEPTH, _GROUP = 256, 64, 4
@@ -101,14 +101,12 @@ def plain(
     limit: float = 0.0,
 ) -> Tensor:
     """As `model.ops.experts.gluon.specialised`, for all widths that are multiples of 16."""
-    experts, height, width = weight.shape
-    depth, columns = (height, width) if back else (width, height)
     pair = weights is not None
-    target, tile = (columns // 2, _COLUMNS // 2) if pair else (columns, _COLUMNS)
+    depth, target, tile = shape_of(weight, back, pair, _COLUMNS)
     step = min(_DEPTH, depth & -depth)
     assert step >= 16, f"a width of {depth} is no multiple of 16"
     out = torch.empty((len(plan.tokens), target), dtype=x.dtype, device=x.device)
-    matrix, bound = weight.view(experts * height, width), len(plan.tiles) - 1
+    matrix, bound = weight.view(-1, weight.shape[2]), len(plan.tiles) - 1
     _grouped[(bound * triton.cdiv(target, tile),)](
         x, *(TensorDescriptor.from_tensor(x, [rows, step]) for rows in (TILE_ROWS, TILE_ROWS // 2)),
         TensorDescriptor.from_tensor(matrix, [step, tile] if back else [tile, step]),

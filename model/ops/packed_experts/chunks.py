@@ -3,6 +3,8 @@
 Products are then as fast as those of unpacked experts; the copy is written and read once for all tokens.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -35,15 +37,20 @@ def packed_experts(
     `at_once` matrices are unpacked for one product; None: all, and no number has to come to the host, which a
     captured graph could not wait for (small policies, whose widths the other kernel does not take).
     """
+    if at_once is None:
+        multiply = partial(_together, plan=plan)
+    else:
+        multiply = partial(_in_turn, plan=plan, bounds=[0, *plan.ends.tolist()], at_once=at_once)
     rows = (round_activation(x) if rounded else x).index_select(0, plan.tokens)
-    bounds = None if at_once is None else [0, *plan.ends.tolist()]
-    active = swiglu(_product(rows, w13, plan, bounds, at_once), weights, plan, limit=limit)
-    return _product(round_activation(active) if rounded else active, w2, plan, bounds, at_once)
+    active = swiglu(multiply(rows, w13), weights, plan, limit=limit)
+    return multiply(round_activation(active) if rounded else active, w2)
 
 
-def _product(x: Tensor, stack: Stack, plan: Plan, bounds: list[int] | None, at_once: int | None) -> Tensor:
-    if bounds is None or at_once is None:
-        return grouped(x, torch.cat([unpack(stack.codes, stack.scales), stack.plain]), plan)
+def _together(x: Tensor, stack: Stack, *, plan: Plan) -> Tensor:
+    return grouped(x, torch.cat([unpack(stack.codes, stack.scales), stack.plain]), plan)
+
+
+def _in_turn(x: Tensor, stack: Stack, *, plan: Plan, bounds: list[int], at_once: int) -> Tensor:
     groups, columns, _ = stack.shape
     routed = len(stack.codes)
     out = torch.empty((len(x), columns), dtype=x.dtype, device=x.device)
