@@ -13,6 +13,9 @@ import triton
 import triton.language as tl
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
+# Launch option of kernels that must give the bits of other kernels. Of `a * b + c * d` the compiler may fuse
+# either product with the addition, and does not choose the same one everywhere: `tl.fma` says which.
+UNFUSED = {"enable_fp_fusion": False}
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 MASKED = tl.constexpr(-1e30)
@@ -113,6 +116,18 @@ def branched_dot2(a, b, c, d, flag):
         s = tl.dot(a, b) * 2.0
         s = tl.dot(c, d, s)
     return s
+
+
+@triton.jit
+def sum_of_heads(products, weights, KEYS: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr):
+    """Index scores [KEYS, QUERIES] of products [KEYS, QUERIES * HEADS]: sum of weight times what is positive.
+
+    `weights` [QUERIES * HEADS] fp32. Of each two neighbouring heads, which a thread holds side by side, the
+    product with the even one is fused.
+    """
+    even, odd = tl.split(tl.reshape(tl.maximum(products, 0.0), (KEYS, QUERIES, HEADS // 2, 2)))
+    w_even, w_odd = tl.split(tl.reshape(weights, (1, QUERIES, HEADS // 2, 2)))
+    return tl.sum(tl.fma(even, w_even, odd * w_odd), 2)
 
 
 @triton.jit

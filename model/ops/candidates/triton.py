@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from model.ops.indexer.triton import index_scores
-from model.ops.tile import operand
+from model.ops.tile import UNFUSED, operand, sum_of_heads
 from model.ops.topk.triton import topk
 
 # With more keys than this many times the candidates, scores of these alone are faster than of all keys.
@@ -71,7 +71,7 @@ def _listed_scores(
         key = block * SIZE + c % SIZE
         seen = (block >= 0) & (key < end)
         k = operand(tl.load(keys + tl.where(seen, key, 0)[:, None] * D + d[None, :]))
-        score = tl.sum(tl.maximum(tl.dot(k, tl.trans(q)), 0.0) * w[None, :], 1)
+        score = tl.reshape(sum_of_heads(tl.dot(k, tl.trans(q)), w, BLOCK, 1, HEADS), (BLOCK,))
         tl.store(out + row * width + c, tl.where(seen, score, float("-inf")), mask=c < width)
 
 
@@ -86,7 +86,7 @@ def scores_of_blocks(
     _listed_scores[(triton.cdiv(width, _KEYS * _TILES), count)](
         query.contiguous(), keys.contiguous(), weights.contiguous(), ends, blocks.contiguous(), out,
         blocks.shape[1], width, HEADS=heads, D=channels, SIZE=size, BLOCK=_KEYS, TILES=_TILES,
-        num_warps=4,
+        num_warps=4, **UNFUSED,
     )  # fmt: skip
     return out
 

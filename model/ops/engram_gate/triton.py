@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from model.ops.engram_gate.reference import SMALLEST_DOT
-from model.ops.tile import LOG2E, round_bf16
+from model.ops.tile import LOG2E, UNFUSED, round_bf16
 
 _SMALLEST = tl.constexpr(SMALLEST_DOT)
 BLOCK = 1024
@@ -85,7 +85,7 @@ def _forward(
         at = token * N * D + s[:, None] * D + c[None, :]
         keep = (s < N)[:, None] & (c < D)[None, :]
         value = _load(projected, token * (N + 1) * D + N * D + c, c < D)
-        result = _load(streams, at, keep) + gate[:, None] * value[None, :]
+        result = tl.fma(gate[:, None], value[None, :], _load(streams, at, keep))
         tl.store(out + at, round_bf16(result).to(out.dtype.element_ty), mask=keep)
 
 
@@ -188,7 +188,7 @@ def forward(
     if len(streams):
         mask = streams if text is None else text
         _forward[(len(streams),)](
-            streams, projected, q_weight, k_weight, mask, out, eps, **_shape(streams, text)
+            streams, projected, q_weight, k_weight, mask, out, eps, **_shape(streams, text), **UNFUSED
         )
     return out
 

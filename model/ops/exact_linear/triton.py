@@ -2,7 +2,7 @@
 
 The sum over K is cut into a number of parts that depends on the matrix alone. With few rows the parts are
 programs of their own, the last of which to arrive adds them up, with many one program does; the order is
-the same.
+the same. How large a tile is, and how deep a step, changes no bit.
 """
 
 # Kernels are written in Triton's language, which Python's types do not describe.
@@ -117,18 +117,26 @@ def product(x: Tensor, weight: Tensor, out: Tensor, second: Tensor | None = None
     cut = parts(border, depth)
     few = rows <= _FEW_ROWS
     together = cut == 1 or not few
-    # No more stages than a part has steps: the fewer of them, the more programs share a processor.
-    block, warps, stages = (64, 4, min(4, depth // cut // _DEPTH + 1)) if few else (128, 8, 3)
-    tiles = triton.cdiv(rows, block) * triton.cdiv(columns, _COLUMNS)
+    if few:
+        # No more stages than a part has steps: the fewer of them, the more programs share a processor.
+        block, wide, step, warps, stages = 64, _COLUMNS, _DEPTH, 4, min(4, depth // cut // _DEPTH + 1)
+    elif second is not None or columns <= _COLUMNS:
+        block, wide, step, warps, stages = 128, _COLUMNS, _DEPTH, 8, 3
+    elif cut > 1 or columns < 4096:
+        block, wide, step, warps, stages = 128, 128, 64, 8, 4
+    else:
+        # One part needs one accumulator, which leaves registers for more columns.
+        block, wide, step, warps, stages = 128, 256, 64, 8, 3
+    tiles = triton.cdiv(rows, block) * triton.cdiv(columns, wide)
     partial = out if together else torch.empty(
-        (groups * tiles * cut, block, _COLUMNS), dtype=torch.float32, device=x.device
+        (groups * tiles * cut, block, wide), dtype=torch.float32, device=x.device
     )  # fmt: skip
     counters = out if together else arrivals(x.device, groups * tiles)
     _product[(tiles, 1 if together else cut, groups)](
         x, weight, weight if second is None else second, out, partial, counters, rows, columns, border,
         x.stride(1), x.stride(0), weight.stride(0), out.stride(1), out.stride(0), K=depth, PARTS=cut,
-        TOGETHER=together, PAIR=second is not None, ROWS=block, COLUMNS=_COLUMNS,
-        DEPTH=min(_DEPTH, triton.next_power_of_2(depth)), GROUP=8, num_warps=warps, num_stages=stages,
+        TOGETHER=together, PAIR=second is not None, ROWS=block, COLUMNS=wide,
+        DEPTH=min(step, triton.next_power_of_2(depth)), GROUP=8, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from model.ops.hyper_boundary.triton import _coefficient
-from model.ops.tile import operand, round_bf16
+from model.ops.tile import UNFUSED, operand, round_bf16
 
 _ROUNDS = 20
 
@@ -51,7 +51,9 @@ def site_input(streams: Tensor, coefficient: Tensor, norm: Tensor, eps: float) -
     normed = torch.empty((count, width), dtype=streams.dtype, device=streams.device)
     squares = torch.empty(count, dtype=torch.float32, device=streams.device)
     chunk = min(1024, triton.next_power_of_2(width))
-    _input[(count,)](streams, coefficient, norm, normed, squares, eps, D=width, CHUNK=chunk, num_warps=4)
+    _input[(count,)](
+        streams, coefficient, norm, normed, squares, eps, D=width, CHUNK=chunk, num_warps=4, **UNFUSED
+    )
     return normed, squares
 
 

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from model.ops.side import arrivals
-from model.ops.tile import operand, round_bf16
+from model.ops.tile import UNFUSED, operand, round_bf16
 
 _LOGITS = 32
 # With no more rows than these, the parts of a projection's sum are programs of their own.
@@ -70,15 +70,16 @@ def _update(
         mix = tl.zeros((BLOCK, CHUNK), tl.float32)
         for o in tl.static_range(4):
             z = _coefficient(k, pick, 4 + o) * y
-            z += _coefficient(k, pick, 8 + o) * x0 + _coefficient(k, pick, 12 + o) * x1
-            z += _coefficient(k, pick, 16 + o) * x2 + _coefficient(k, pick, 20 + o) * x3
-            z = round_bf16(z)
+            z = tl.fma(_coefficient(k, pick, 8 + o), x0, z)
+            z = tl.fma(_coefficient(k, pick, 12 + o), x1, z)
+            z = tl.fma(_coefficient(k, pick, 16 + o), x2, z)
+            z = round_bf16(tl.fma(_coefficient(k, pick, 20 + o), x3, z))
             tl.store(updated + row * (4 * D) + o * D + d, z.to(updated.dtype.element_ty), mask=keep)
-            length += z.to(tl.float32) * z.to(tl.float32)
-            mix += _coefficient(k, pick, o) * z.to(tl.float32)
+            length = tl.fma(z.to(tl.float32), z.to(tl.float32), length)
+            mix = tl.fma(_coefficient(k, pick, o), z.to(tl.float32), mix)
         mix = round_bf16(mix)
         mixes = mixes + (mix,)  # noqa: RUF005
-        square += mix.to(tl.float32) * mix.to(tl.float32)
+        square = tl.fma(mix.to(tl.float32), mix.to(tl.float32), square)
     tl.store(squares + t, tl.sum(length, 1), mask=t < count)
     factor = tl.rsqrt(tl.sum(square, 1) * (1.0 / D) + eps)[:, None]
     for j in tl.static_range(0, len(mixes)):
@@ -180,11 +181,7 @@ def _coefficients(
     PARTS: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):
-    """Projection, then gates and Sinkhorn rounds.
-
-    Launched without fusing additions to multiplications: where the assembler may choose, kernels for few and
-    for many rows need not choose the same.
-    """
+    """Projection, then gates and Sinkhorn rounds."""
     coefficient_part(
         tl.program_id(0), tl.program_id(1), streams, squares, projection, base, scale, logits, out, partial,
         counters, count, K, BLOCK, DEPTH, PARTS, TOGETHER,
@@ -336,7 +333,7 @@ def coefficients(
         TOGETHER=together,
         num_warps=4,
         num_stages=4,
-        enable_fp_fusion=False,
+        **UNFUSED,
     )
     return out
 
@@ -375,6 +372,7 @@ def update(
         BLOCK=block,
         CHUNK=min(1024, triton.next_power_of_2(width)),
         num_warps=warps,
+        **UNFUSED,
     )
     return updated, normed, squares
 

@@ -13,7 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.ops.tile import KEY_SCALE, e2m1_halves, operand, round_bf16, scale_groups, ue8m0_scale
+from model.ops.tile import (
+    KEY_SCALE,
+    UNFUSED,
+    e2m1_halves,
+    operand,
+    round_bf16,
+    scale_groups,
+    sum_of_heads,
+    ue8m0_scale,
+)
 
 _KEYS = 64
 
@@ -58,7 +67,7 @@ def _scores(
             s1 = ue8m0_scale(tl.load(record + HALF + HALF // 32 + g))
             dots = tl.dot(scale_groups(low, s0, BLOCK, HALF, 32), tl.trans(q0))
             dots = tl.dot(scale_groups(high, s1, BLOCK, HALF, 32), tl.trans(q1), dots)
-            score = tl.sum(tl.maximum(dots * KEY_SCALE, 0.0) * w[None, :], 1)
+            score = tl.reshape(sum_of_heads(dots * KEY_SCALE, w, BLOCK, 1, HEADS), (BLOCK,))
             score = tl.where(seen, score, float("-inf"))
         else:
             score = tl.full((BLOCK,), float("-inf"), tl.float32)
@@ -88,6 +97,6 @@ def decode_scores(
         ends if blocks is None else blocks.contiguous(), out, width, table.shape[1],
         0 if blocks is None else blocks.shape[1], factor, HEADS=heads, D=channels, GROUPS=page_groups,
         SIZE=block_size, LISTED=blocks is not None, BLOCK=_KEYS, TILES=tiles,
-        ROUNDED=weights.dtype is torch.bfloat16, num_warps=4,
+        ROUNDED=weights.dtype is torch.bfloat16, num_warps=4, **UNFUSED,
     )  # fmt: skip
     return out

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from model.ops.indexer import queries_at_once
-from model.ops.tile import operand
+from model.ops.tile import UNFUSED, operand, sum_of_heads
 from model.ops.topk.triton import topk
 
 _KEYS = 64
@@ -40,8 +40,7 @@ def _tile(
         k = operand(tl.load(keys + n[:, None] * D + d[None, :]))
     else:
         k = operand(tl.load(keys + n[:, None] * D + d[None, :], mask=(n < width)[:, None], other=0.0))
-    s = tl.maximum(tl.dot(k, tl.trans(q)), 0.0) * w[None, :]
-    total = tl.sum(tl.reshape(s, (BLOCK, QUERIES, HEADS)), 2)
+    total = sum_of_heads(tl.dot(k, tl.trans(q)), w, BLOCK, QUERIES, HEADS)
     if WHOLE:
         tl.store(target, total)
     else:
@@ -119,6 +118,7 @@ def index_scores(
         WHOLE=count % queries == 0 and width % _KEYS == 0,
         num_warps=4,
         num_stages=3,
+        **UNFUSED,
     )
     return out
 

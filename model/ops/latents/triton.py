@@ -11,7 +11,7 @@ from torch import Tensor
 
 from model.ops.records import record_bytes
 from model.ops.rotary.triton import window_row
-from model.ops.tile import round_bf16
+from model.ops.tile import UNFUSED, round_bf16
 
 # Of both kernels: with it the order of the sum, and so the bits, would change.
 _WARPS = 4
@@ -42,7 +42,7 @@ def latent_norm(values: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tenso
     factors = torch.empty((count, 1), dtype=torch.float32, device=values.device)
     _norm[(count,)](
         values, norm, out, factors, values.stride(0), eps, N=width, BLOCK=triton.next_power_of_2(width),
-        num_warps=_WARPS,
+        num_warps=_WARPS, **UNFUSED,
     )  # fmt: skip
     return out, factors
 
@@ -87,6 +87,6 @@ def latents(
         window if ring is None else ring, window if target is None else target, window.stride(0),
         keys.stride(0), eps, N=width, BLOCK=triton.next_power_of_2(width), D=channels,
         R=2 * cosine.shape[1], ROUND=rounded, WRITE=ring is not None,
-        BYTES=record_bytes("window", channels), num_warps=_WARPS,
+        BYTES=record_bytes("window", channels), num_warps=_WARPS, **UNFUSED,
     )  # fmt: skip
     return latent, keys

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from model.ops.records import record_bytes
-from model.ops.tile import e2m1_code, e4m3_code, e4m3_value, round_bf16, ue8m0_code
+from model.ops.tile import UNFUSED, e2m1_code, e4m3_code, e4m3_value, round_bf16, ue8m0_code
 
 # Groups a program packs, and its warps.
 BLOCK, WARPS = 1, 2
@@ -74,7 +74,7 @@ def _pack(
         at = e[:, None] * (ROTATED // 2) + pair
         cos = tl.load(cosine + at, mask=turned, other=1.0)
         sin = tl.load(sine + at, mask=turned, other=0.0)
-        x = round_bf16(x * cos + tl.where(c % 2 == 0, -partner, partner) * sin).to(tl.float32)
+        x = round_bf16(tl.fma(x, cos, tl.where(c % 2 == 0, -partner, partner) * sin)).to(tl.float32)
 
     GROUP: tl.constexpr = 16 if KIND == "main" else 32
     grouped = tl.reshape(x, (BLOCK, D // GROUP, GROUP))
@@ -139,5 +139,6 @@ def pack_keys(
         BYTES=size,
         BLOCK=block,
         num_warps=WARPS,
+        **UNFUSED,
     )
     return latent, records

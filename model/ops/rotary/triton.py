@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from model.ops.records import record_bytes
-from model.ops.tile import e2m1_code, e4m3_code, e4m3_value, round_bf16, ue8m0_code
+from model.ops.tile import UNFUSED, e2m1_code, e4m3_code, e4m3_value, round_bf16, ue8m0_code
 
 
 @triton.jit
@@ -34,8 +34,9 @@ def rotary_(x: Tensor, cosine: Tensor, sine: Tensor, sign: float) -> Tensor:
     heads = x.shape[1] if x.dim() == 3 else 1
     block = min(16, triton.next_power_of_2(heads))
     _rotary[(len(x), triton.cdiv(heads, block))](
-        x, cosine, sine, sign, heads, D=x.shape[-1], R=2 * cosine.shape[1], BLOCK=block, num_warps=1
-    )
+        x, cosine, sine, sign, heads, D=x.shape[-1], R=2 * cosine.shape[1], BLOCK=block, num_warps=1,
+        **UNFUSED,
+    )  # fmt: skip
     return x
 
 
@@ -154,7 +155,7 @@ def window_keys(
         values, norm, cosine, sine, keys, values if ring is None else ring,
         values if target is None else target, values.stride(0), keys.stride(0), eps,
         D=width, R=2 * cosine.shape[1], ROUND=rounded, WRITE=ring is not None,
-        BYTES=record_bytes("window", width), num_warps=4,
+        BYTES=record_bytes("window", width), num_warps=4, **UNFUSED,
     )  # fmt: skip
     return keys
 
@@ -235,6 +236,6 @@ def index_heads(x: Tensor, cosine: Tensor, sine: Tensor, *, rounded: bool) -> Te
     block = min(8, triton.next_power_of_2(heads))
     _index[(len(x), triton.cdiv(heads, block))](
         x, cosine, sine, out, heads, D=x.shape[2], R=2 * cosine.shape[1], ROUND=rounded, BLOCK=block,
-        num_warps=2,
+        num_warps=2, **UNFUSED,
     )  # fmt: skip
     return out

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.ops.tile import LAYOUT_FLAG, LN2, LOG2E, MASKED, branched_dot, operand, round_bf16
+from model.ops.tile import LAYOUT_FLAG, LN2, LOG2E, MASKED, UNFUSED, branched_dot, operand, round_bf16
 
 
 @triton.jit
@@ -153,8 +153,8 @@ def _forward(
         raised = tl.maximum(top, tl.max(s, 1))
         decay = tl.exp2((top - raised) * scale)
         top = raised
-        p = tl.exp2(s * scale - (top * scale)[:, None])
-        total = total * decay + tl.sum(p, 1)
+        p = tl.exp2(tl.fma(s, scale, -(top * scale)[:, None]))
+        total = tl.fma(total, decay, tl.sum(p, 1))
         weights = round_bf16(p)
         if KEEP:
             pair = (token * HEADS + h[:, None]) * COLUMNS + column[None, :]
@@ -211,5 +211,6 @@ def forward(
         KEEP=kept is not None,
         num_warps=8,
         num_stages=stages,
+        **UNFUSED,
     )
     return out, lse

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from model.ops.hopper import barrier, signal, slot_barriers
-from model.ops.tile import KEY_SCALE, LOG2E, MASKED, e2m1_halves, e2m1_scale, e4m3_bits, e4m3_scale
+from model.ops.tile import KEY_SCALE, LOG2E, MASKED, UNFUSED, e2m1_halves, e2m1_scale, e4m3_bits, e4m3_scale
 
 HEADS, WIDTH, TURNED, TILE = 64, 512, 64, 64
 
@@ -117,8 +117,8 @@ def _compute(
         s = gl.where(gl.expand_dims(n < limit, 0), s, MASKED)
         raised = gl.maximum(top, gl.max(s, 1))
         decay = gl.exp2((top - raised) * scale)
-        p = gl.exp2(s * scale - gl.expand_dims(raised * scale, 1))
-        total = total * decay + gl.sum(p, 1)
+        p = gl.exp2(gl.fma(s, scale, -gl.expand_dims(raised * scale, 1)))
+        total = gl.fma(total, decay, gl.sum(p, 1))
         top = raised
         acc = acc * gl.expand_dims(gl.convert_layout(decay, VALUE_ROW), 1)
         weights = gl.convert_layout(p.to(gl.bfloat16), OPERAND)
@@ -315,6 +315,7 @@ def launch(
         ROPE=rope is not None,
         REGISTERS=registers,
         num_warps=4,
+        **UNFUSED,
     )
 
 

@@ -24,6 +24,7 @@ from model.ops.tile import (
     LAYOUT_FLAG,
     LOG2E,
     MASKED,
+    UNFUSED,
     branched_dot2,
     e2m1_halves,
     e2m1_scale,
@@ -96,8 +97,8 @@ def _accumulate(
     s = tl.where(visible[None, :], s, MASKED)
     raised = tl.maximum(top, tl.max(s, 1))
     decay = tl.exp2((top - raised) * scale)
-    p = tl.exp2(s * scale - (raised * scale)[:, None])
-    total = total * decay + tl.sum(p, 1)
+    p = tl.exp2(tl.fma(s, scale, -(raised * scale)[:, None]))
+    total = tl.fma(total, decay, tl.sum(p, 1))
     weights = round_bf16(p)
     if HALVES == 1:
         acc0 = tl.dot(weights, k0, acc0 * decay[:, None])
@@ -303,6 +304,7 @@ def decode(
             ROPE=0 if rope is None else 2 * cosine.shape[1],
             num_warps=cut.warps,
             num_stages=cut.stages,
+            **UNFUSED,
         )
     if parts:
         block = min(8, heads)

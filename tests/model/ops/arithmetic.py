@@ -79,7 +79,9 @@ def rounded(ptx: str) -> set[str]:
             lane = operands[2] if _CONSTANT.match(operands[2]) else _LEAF
             known[operands[0].split("|")[0]] = f"shfl({value(operands[1])},{lane})"
         elif name in ("mov.b32", "mov.f32"):
-            known[operands[0]] = value(operands[1])
+            copied, before = value(operands[1]), known.get(operands[0], _LEAF)
+            # What a path around a loop leaves there is padding.
+            known[operands[0]] = copied if "(" in copied or "(" not in before else before
         elif name.startswith("selp"):
             known[operands[0]] = _selected(value(operands[1]), value(operands[2]))
         elif name.startswith("cvt.rn.bf16"):
@@ -132,6 +134,11 @@ def left_to_fuse(ptx: str) -> list[str]:
         for name, operands in listed
         if name in ("add.f32", "sub.f32", "add.ftz.f32", "sub.ftz.f32") and products & set(operands[1:])
     ]
+
+
+def fused(ptx: str) -> list[str]:
+    """Additions fused with a multiplication, but for those of library functions, which flush to zero."""
+    return [f"{name} {', '.join(x)}" for name, x in instructions(ptx) if name == "fma.rn.f32"]
 
 
 Elements = tuple[int, tuple[tuple[int, ...], ...]]

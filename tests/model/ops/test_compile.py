@@ -300,9 +300,9 @@ def _verification(compiled):
     return compiled(verification.verification, _t(384, 129280, dtype=FP32), proposed, *rows)
 
 
-def _exact(compiled, rows):
-    out = _t(1, rows, 5120)
-    return compiled(exact_linear.product, _t(1, rows, 8192), _t(1, 5120, 8192), out)
+def _exact(compiled, rows, columns=5120, depth=8192):
+    out = _t(1, rows, columns)
+    return compiled(exact_linear.product, _t(1, rows, depth), _t(1, columns, depth), out)
 
 
 CASES = {
@@ -357,6 +357,7 @@ CASES = {
     "verification": _verification,
     "exact_few": lambda c: _exact(c, 64),
     "exact_many": lambda c: _exact(c, T),
+    "exact_wide": lambda c: _exact(c, T, 32768, 1280),
 }
 
 
