@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from model.decode import Step, StepInput
+from model.layers.exact import exact_mode
 from model.ops.hyper_boundary import refresh_projections
 
 if TYPE_CHECKING:
@@ -133,11 +134,14 @@ class DecodeGraphs:
         return StepInput(numbers[0], tokens, numbers[1], numbers[2:])
 
     def _find(self, given: StepInput, width: int) -> _Captured:
-        if not given.slots.is_cuda:
-            return _Captured(given, Step(self._policy, self._cache, given, width).run(), None)
-        key = (len(given.slots), width, self._policy.exact)
+        exact = self._policy.exact
+        key = (len(given.slots), width, exact)
         if key not in self._captured:
-            self._captured[key] = self._capture(given, width)
+            # At the start no method of the policy has set the mode yet.
+            with exact_mode(exact):
+                if not given.slots.is_cuda:
+                    return _Captured(given, Step(self._policy, self._cache, given, width).run(), None)
+                self._captured[key] = self._capture(given, width)
         return self._captured[key]
 
     def _capture(self, given: StepInput, width: int) -> _Captured:

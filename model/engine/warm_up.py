@@ -2,7 +2,8 @@
 
 A kernel takes seconds to compile and a fraction of one to load; in the middle of a rollout each would be a
 stall of the whole batch. Decode steps are captured as graphs, prefills run once in each shape that has
-kernels of its own: sizes on both sides of every threshold, contexts from one bucket to the next.
+kernels of its own: sizes on both sides of every threshold, contexts from one bucket to the next. Choices run
+over every number of keys that the sequences of a prefill can hold together, draws with and without limits.
 """
 
 from __future__ import annotations
@@ -15,18 +16,27 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from model.cache.policy_cache import PolicyCache
 from model.cache.progress import Progress
+from model.config import AttentionMode
 from model.decode_graphs import graphs_of, width_bucket
+from model.engine.sampler import SamplingColumns, sample
 from model.fused import unserved
+from model.ops.candidates import best_blocks
+from model.ops.topk import topk
 
 if TYPE_CHECKING:
     from model.policy import Policy
 
 _log = logging.getLogger(__name__)
 _compiled: list[str] = []
+_WIDEST = 1 << 22
+"""Of more keys groups of groups are chosen from, by the same kernels."""
+_MANY = 257
+"""Queries from which on choices take kernels for many."""
 
 
 def compiled() -> dict[str, int]:
@@ -75,6 +85,10 @@ def warm_up(policy: Any, cache: Any, rows: int, prefill_tokens: int) -> None:
     with torch.inference_mode(cache.tail.is_inference()), torch.no_grad():
         graphs_of(policy, cache).warm_up(rows)
         _prefills(policy, cache, min(prefill_tokens, cache.max_tokens))
+        before = len(_compiled)
+        _choices(policy, cache, rows)
+        _draws(policy, cache, rows)
+        _log.info("choices and draws: %d kernels made ready", len(_compiled) - before)
 
 
 def sizes(most: int) -> list[int]:
@@ -123,3 +137,35 @@ def _prefill(policy: Policy, cache: PolicyCache, context: int, size: int) -> Non
         policy.extend(cache, slots, ids, torch.tensor([size], device=cache.device))
     finally:
         cache.free(slot)
+
+
+def _choices(policy: Policy, cache: PolicyCache, rows: int) -> None:
+    """Of entries by every number of keys, few and many queries; nothing is visible, so nothing is chosen."""
+    modes = AttentionMode.FULL, AttentionMode.REINDEX
+    layers = [block.attn for block in policy.blocks if block.attn.mode in modes]
+    for k, rule, ratio in dict.fromkeys((a.top_k, a.rule, a.ratio) for a in layers):
+        width, most = 64, min(rows * cache.max_tokens // ratio, _WIDEST)
+        while width < 2 * most:
+            for queries in (1, _MANY):
+                # Rows that overlap: their stride is one of those that wide loads take.
+                shape = (queries, width), (16, 1)
+                scores = torch.zeros(16 * queries + width, device=cache.device).as_strided(*shape)
+                none = torch.zeros(queries, dtype=torch.int32, device=cache.device)
+                topk(scores, k, begins=none, ends=none)
+                if rule is not None:
+                    topk(scores, k, ends=none)
+                    blocks = best_blocks(scores, none, rule.blocks, rule.size)
+                    topk(scores, k, ends=none, blocks=blocks, block_size=rule.size)
+            width *= 2
+
+
+def _draws(policy: Policy, cache: PolicyCache, rows: int) -> None:
+    """Of tokens, from all of the vocabulary and from a part."""
+    for count in sizes(rows):
+        shape = count, policy.config.hidden_size
+        hidden = torch.zeros(shape, dtype=policy.norm.weight.dtype, device=cache.device)
+        logits = policy.logits(hidden)
+        for limit in (0, 2):
+            columns = SamplingColumns.empty(count)
+            columns.top_k[:] = limit
+            sample(logits, columns, np.zeros(count, np.int64), exact=policy.exact)

@@ -25,8 +25,9 @@ _TILES = 16
 
 @triton.jit(do_not_specialize=["count"])
 def _maxima(
-    scores, visible, out, stride, count, SIZE: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr
-):
+    scores, visible, out, stride, out_stride, count, SIZE: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     end = tl.load(visible + row)
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -37,7 +38,7 @@ def _maxima(
     )
     best = tl.max(tl.where(x > float("-inf"), x, float("-inf")), 1)
     newest = (b * SIZE < end) & (b * SIZE + SIZE >= end)
-    tl.store(out + row * count + b, tl.where(newest, float("inf"), best), mask=b < count)
+    tl.store(out + row * out_stride + b, tl.where(newest, float("inf"), best), mask=b < count)
 
 
 def block_maxima(scores: Tensor, visible: Tensor, size: int) -> Tensor:
@@ -45,12 +46,14 @@ def block_maxima(scores: Tensor, visible: Tensor, size: int) -> Tensor:
     rows, width = scores.shape
     assert scores.stride(1) == 1, "scores must be contiguous along the row"
     count, padded = triton.cdiv(width, size), triton.next_power_of_2(size)
-    out = torch.empty((rows, count), dtype=torch.float32, device=scores.device)
+    # Rows at multiples of 64 bytes, for wide loads.
+    out = torch.empty((rows, triton.cdiv(count, 16) * 16), dtype=torch.float32, device=scores.device)
     block = min(max(1, 4096 // padded), triton.next_power_of_2(count))
     _maxima[(triton.cdiv(count, block), rows)](
-        scores, visible, out, scores.stride(0), count, SIZE=size, PADDED=padded, BLOCK=block, num_warps=4
-    )
-    return out
+        scores, visible, out, scores.stride(0), out.stride(0), count, SIZE=size, PADDED=padded, BLOCK=block,
+        num_warps=4,
+    )  # fmt: skip
+    return out[:, :count]
 
 
 @triton.jit(do_not_specialize=["candidates", "width"])

@@ -245,4 +245,4 @@ def specialised(
 
 @cache
 def _programs(device: torch.device) -> int:
-    return 132 if device.type == "meta" else torch.cuda.get_device_properties(device).multi_processor_count
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

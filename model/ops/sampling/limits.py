@@ -54,7 +54,7 @@ def _last_range(counts, total, top_k, top_p, size):
     return tl.minimum(tl.where(top_k < size, by_count, by_weight), RANGES - 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _bounds(rules, tops, masses, counts, places, rows, size, CHUNKS: tl.constexpr, PADDED: tl.constexpr):
     """Where each chunk's candidates end, then the row's last range: -1 where nothing is dropped."""
     row = tl.program_id(0).to(tl.int64)
@@ -75,7 +75,7 @@ def _bounds(rules, tops, masses, counts, places, rows, size, CHUNKS: tl.constexp
         tl.store(places + CHUNKS, -1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _collect(
     logits,
     rules,

@@ -56,7 +56,7 @@ def uniform(seed, position):
     return bits.to(tl.int64, bitcast=True).to(tl.float64) * 3.552713678800501e-15
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _tops(
     logits, rules, tops, rows, size, stride, CHUNKS: tl.constexpr, PLAIN: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -73,7 +73,7 @@ def _tops(
     tl.store(tops + row * CHUNKS + chunk, tl.where(broken, float("nan"), top))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _masses(
     logits,
     rules,
@@ -127,7 +127,7 @@ def _best(
     return tl.min(tl.where(z == top, ids, size - 1), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _choose(
     logits,
     rules,

@@ -76,7 +76,7 @@ def _load(
 
 @triton.jit(do_not_specialize=["width", "listed", "groups"])
 def _group_maxima(
-    scores, begins, ends, blocks, out, stride, width, listed, groups, HAS_BEGINS: tl.constexpr,
+    scores, begins, ends, blocks, out, stride, width, listed, groups, out_stride, HAS_BEGINS: tl.constexpr,
     HAS_ENDS: tl.constexpr, IN_BLOCKS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -88,7 +88,7 @@ def _group_maxima(
         IN_BLOCKS, SIZE,
     )  # fmt: skip
     best = tl.max(tl.where(x > float("-inf"), x, float("-inf")), 1)
-    tl.store(out + row * groups + g, best, mask=g < groups)
+    tl.store(out + row * out_stride + g, best, mask=g < groups)
 
 
 @triton.jit(do_not_specialize=["width", "listed"])
@@ -201,11 +201,13 @@ def _choose(given: _Places, k: int, tuning: Tuning) -> Tensor:
             most // padded, triton.next_power_of_2(triton.cdiv(width, max(tuning.maxima, 2 * padded)))
         )
         groups = triton.cdiv(width, group)
-        maxima = given.scores.new_empty((rows, groups))
+        # Rows at multiples of 64 bytes, for wide loads.
+        maxima = given.scores.new_empty((rows, triton.cdiv(groups, 16) * 16))[:, :groups]
         block = max(1, 4096 // group)
         _group_maxima[(triton.cdiv(groups, block), rows)](
-            *tensors, maxima, *numbers, groups, **flags, GROUP=group, BLOCK=block, num_warps=4
-        )
+            *tensors, maxima, *numbers, groups, maxima.stride(0), **flags, GROUP=group, BLOCK=block,
+            num_warps=4,
+        )  # fmt: skip
         chosen = _choose(_Places(maxima, groups), k, tuning)
     out = given.scores.new_empty((rows, k), dtype=torch.int32)
     # Never less than a few scores a thread, so that short rows share one variant of the kernel.

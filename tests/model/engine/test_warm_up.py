@@ -1,22 +1,32 @@
 """What serving needs is compiled at the start, and what compiles later is told."""
 
 import logging
+import os
 import random
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from model import decode_graphs
 from model.config import PolicyConfig
 from model.engine import warm_up as module
 from model.engine.engine import Engine
 from model.engine.requests import Request
 from model.engine.sampler import SamplingParams
 from model.engine.warm_up import compiled, contexts, sizes
+from model.layers.exact import is_exact
+from model.ops import dispatch
 from model.policy import Policy
 from model.presets import NANO
 from tests.model.engine.scripted import ScriptedPolicy
+
+WIDTHS = {"num_attention_heads": 16, "head_dim": 64, "index_head_dim": 64, "hc_sinkhorn_iters": 20}
+SHAPE = replace(NANO, dtype="bfloat16", **WIDTHS)
 
 
 def test_sizes_stand_on_both_sides_of_every_threshold():
@@ -68,10 +78,42 @@ def test_an_engine_without_kernels_starts_at_once():
     assert compiled() == before
 
 
+@pytest.mark.parametrize("mode", ["fast", "exact"])
+def test_no_variant_of_a_kernel_comes_up_after_the_start(mode):
+    """On any machine: kernels are chosen as on a card, neither compiled nor run."""
+    pytest.importorskip("triton", reason="no Triton on this platform")
+    root = Path(__file__).parents[3]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.model.engine.dry_kernels", mode]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (ready, late) = done.stdout.splitlines()[-2:]
+    assert int(ready.split()[1]) > 100
+    assert late == "late {}"
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_steps_are_captured_in_the_mode_that_the_engine_serves_in(monkeypatch, exact):
+    """An engine captures them at its start, outside of all methods of the policy."""
+    seen = []
+
+    class Noting(decode_graphs.Step):
+        def run(self):
+            seen.append(is_exact())
+            return super().run()
+
+    monkeypatch.setattr(decode_graphs, "Step", Noting)
+    policy = Policy(SHAPE)
+    policy.fake_quant, policy.exact = True, exact
+    with dispatch.fused_everywhere():
+        cache = policy.new_cache(3, 64, storage="packed")
+        decode_graphs.graphs_of(policy, cache).warm_up(3)
+    assert seen == [exact] * 3 and not is_exact()
+
+
 @pytest.mark.gpu
 def test_nothing_compiles_once_an_engine_has_started():
-    shape = replace(NANO, num_attention_heads=16, head_dim=64, index_head_dim=64, hc_sinkhorn_iters=20)
-    policy = Policy(replace(shape, dtype="bfloat16", index_topk=64, sliding_window=32)).cuda()
+    policy = Policy(replace(SHAPE, index_topk=64, sliding_window=32)).cuda()
     policy.fake_quant = True
     engine = Engine(policy, max_requests=5, max_tokens=9000, idle_sessions=2, prefill_tokens=1000)
     before, draw = compiled(), random.Random(0)

@@ -20,6 +20,8 @@ import pytest
 _SERVER = """
 import importlib, pickle, sys, traceback, torch
 torch.set_num_threads(1)
+from tests.model.ops import interpreted_products
+interpreted_products.put()
 stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
 while True:
     try:

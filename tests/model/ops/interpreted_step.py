@@ -1,22 +1,16 @@
 """A policy in exact mode, all of it on interpreted kernels: training, prefill and decode steps, bit by bit.
 
-Products are summed in float64 and rounded once a step of a kernel, as their order on a processor's library is
-not a kernel's; all else is what the kernels say. Prints where a result differs from that of training.
+Products are those of `interpreted_products`; all else is what the kernels say. Prints where a result differs
+from that of training.
 """
 
 import sys
 from dataclasses import replace
 
-import numpy as np
 import torch
-from triton.runtime import interpreter
 
 from model.ops import dispatch
-
-
-def _dot(self, a, b, d, *_):
-    product = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64)) + d.data.astype(np.float64)
-    return interpreter.TensorHandle(product.astype(d.data.dtype), d.dtype.scalar)
+from tests.model.ops import interpreted_products
 
 
 def _everywhere(op, tensor, **_):
@@ -26,7 +20,7 @@ def _everywhere(op, tensor, **_):
 
 def main(tokens: int, prompt: int) -> None:
     """`tokens` of a document, the first `prompt` of them as a prompt and the others one at a time."""
-    interpreter.InterpreterBuilder.create_dot = _dot
+    interpreted_products.put()
     dispatch.use_kernel = _everywhere
     from model.diagnostics.exactness import differences
     from model.policy import Policy
