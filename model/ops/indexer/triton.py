@@ -48,7 +48,7 @@ def _tile(
         tl.store(target, total, mask=(t < count)[None, :] & (n < width)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "width"])
 def _scores(
     query,
     keys,

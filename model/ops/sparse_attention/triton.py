@@ -18,7 +18,7 @@ from torch import Tensor
 from model.ops.tile import LAYOUT_FLAG, LN2, LOG2E, MASKED, UNFUSED, branched_dot, operand, round_bf16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entries"])
 def _joint_rows(
     indices,
     first,

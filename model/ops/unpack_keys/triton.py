@@ -13,7 +13,7 @@ from model.ops.records import channels
 from model.ops.tile import KEY_SCALE, constant_bf16, e2m1_halves, e2m1_scale, scale_groups
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _unpack(records, keys, count, D: tl.constexpr, BLOCK: tl.constexpr):
     HALF: tl.constexpr = D // 2
     e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -61,8 +61,8 @@ def _sampled(real):
     return sample
 
 
-def main(exact: bool) -> None:
-    """Serve requests of many lengths after the start."""
+def main(exact: bool, most: int) -> None:
+    """Serve up to `most` requests of many lengths at a time after the start."""
     driver._active = _Hopper()  # pyright: ignore
     JITFunction.run, JITFunction._do_compile = _choose, _compile
     dispatch.use_kernel = _everywhere
@@ -84,12 +84,13 @@ def main(exact: bool) -> None:
     policy.fake_quant = True
     with dispatch.fused_everywhere():
         options = {"idle_sessions": 2, "prefill_tokens": 1000, "exact": exact}
-        engine = serving.Engine(policy, max_requests=18, max_tokens=9000, **options)
+        engine = serving.Engine(policy, max_requests=most, max_tokens=9000, **options)
         before, draw = warm_up.compiled(), random.Random(0)
         print("kernels", sum(before.values()), flush=True)
-        for wave in range(12):
-            for i in range(draw.randint(1, 18)):
-                ids = [draw.randrange(3, 60) for _ in range(draw.choice([1, 2, 16, 33, 500, 3000]))]
+        for wave in range(8):
+            for i in range(draw.randint(1, most)):
+                length = draw.choice([1, 2, 16, 33, 500, 3000, 8000, draw.randint(1, 4000)])
+                ids = [draw.randrange(3, 60) for _ in range(length)]
                 truncated = {"top_p": 0.9, "top_k": 5} if draw.random() < 0.2 else {}
                 count = draw.randint(1, 5)
                 sampling = SamplingParams(max_tokens=count, seed=wave, stop_ids=frozenset(), **truncated)
@@ -102,4 +103,4 @@ def main(exact: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] == "exact")
+    main(sys.argv[1] == "exact", int(sys.argv[2]))
