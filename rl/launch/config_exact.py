@@ -19,14 +19,8 @@ Device = Literal["cpu", "cuda"]
 BOUND = 1.25
 """Most that exact mode may cost where it is the default: its time / that of fast mode."""
 
-COSTS: dict[Device, float] = {"cuda": 1.08, "cpu": 1.35}
-"""What it costs at most: a step on a card (`benchmarks.rl_gpu`), decoding on a CPU (`benchmarks.exact`)."""
-
-OPEN: dict[Device, str] = {
-    "cuda": "on a GPU single tokens of decoding still differ in their last bits "
-    "(`benchmarks.model_gpu --parts exact,turns` has to show 0)"
-}
-"""Where exact mode does not keep its promise so far, and how that is known: it is not the default there."""
+COSTS: dict[Device, float] = {"cuda": 1.15, "cpu": 1.35}
+"""What it costs at most: `benchmarks.model_gpu --parts exact` on a card, `benchmarks.exact` on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +69,6 @@ def _decided(config: RunConfig) -> Exactness:
 
 def of_device(device: Device) -> Exactness:
     """What model.exact=auto comes to where trainer and engine both compute on `device`."""
-    if device in OPEN:
-        return Exactness(False, OPEN[device])
     cost = COSTS[device]
     on, where = cost <= BOUND, "a GPU" if device == "cuda" else "a CPU"
     return Exactness(on, f"on {where} it costs {cost}x, {'within' if on else 'more than'} {BOUND}x")

@@ -9,7 +9,7 @@ import yaml
 from model.config import PolicyConfig
 from rl.launch.compose import ConfigError, load_config
 from rl.launch.config import RunConfig
-from rl.launch.config_exact import BOUND, COSTS, OPEN
+from rl.launch.config_exact import BOUND, COSTS
 from rl.launch.resume import ResumeError, check_changes
 from rl.launch.run import as_plain, open_run
 from rl.trainers.learner import Learner
@@ -29,19 +29,6 @@ def exactness(*words):
     return load_config([*CALC, *words]).exactness
 
 
-@pytest.fixture
-def shown(monkeypatch):
-    """As where exact mode keeps its promise on every device."""
-    monkeypatch.setattr("rl.launch.config_exact.OPEN", {})
-
-
-def test_auto_is_off_where_the_promise_is_open(tmp_path):
-    found = exactness(folder_of(tmp_path, "bfloat16"), *GPUS)
-    assert not found.on and found.why == OPEN["cuda"]
-    assert exactness(folder_of(tmp_path, "bfloat16"), *GPUS, "model.exact=true").on
-
-
-@pytest.mark.usefixtures("shown")
 def test_auto_is_on_where_it_costs_little(tmp_path):
     path = folder_of(tmp_path, "bfloat16")
     assert COSTS["cuda"] <= BOUND < COSTS["cpu"]
@@ -101,7 +88,6 @@ def test_two_kinds_of_devices_cannot_be_exact():
         load_config([*CALC, "model.exact=true", "launcher.learner_gpus=1"])
 
 
-@pytest.mark.usefixtures("shown")
 def test_the_resolved_configuration_says_whether_it_is_on(tmp_path):
     words = [*CALC, folder_of(tmp_path, "bfloat16"), *GPUS]
     plain = as_plain(load_config(words))
