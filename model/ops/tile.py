@@ -122,12 +122,34 @@ def branched_dot2(a, b, c, d, flag):
 def sum_of_heads(products, weights, KEYS: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr):
     """Index scores [KEYS, QUERIES] of products [KEYS, QUERIES * HEADS]: sum of weight times what is positive.
 
-    `weights` [QUERIES * HEADS] fp32. Of each two neighbouring heads, which a thread holds side by side, the
-    product with the even one is fused.
+    `weights` [QUERIES * HEADS] fp32. What a thread holds of a row of products, pairs of neighbours out of
+    every eight, is summed by fused operations one after the other; then come the sums of four threads.
     """
-    even, odd = tl.split(tl.reshape(tl.maximum(products, 0.0), (KEYS, QUERIES, HEADS // 2, 2)))
-    w_even, w_odd = tl.split(tl.reshape(weights, (1, QUERIES, HEADS // 2, 2)))
-    return tl.sum(tl.fma(even, w_even, odd * w_odd), 2)
+    GROUPS: tl.constexpr = HEADS // 8
+    x = tl.reshape(tl.maximum(products, 0.0), (KEYS, QUERIES, GROUPS, 4, 2))
+    w = tl.reshape(weights, (1, QUERIES, GROUPS, 4, 2))
+    x = tl.reshape(tl.permute(x, (0, 1, 3, 2, 4)), (KEYS, QUERIES, 4, GROUPS * 2))
+    w = tl.reshape(tl.permute(w, (0, 1, 3, 2, 4)), (1, QUERIES, 4, GROUPS * 2))
+    return tl.sum(_chained(x, w, 0.0, True, KEYS, QUERIES, GROUPS * 2), 2)
+
+
+@triton.jit
+def _chained(
+    x, w, total, FIRST: tl.constexpr, KEYS: tl.constexpr, QUERIES: tl.constexpr, COUNT: tl.constexpr
+):
+    """`total`, if this is not the first, plus the products along the last axis of COUNT."""
+    if COUNT == 1:
+        x, w = tl.reshape(x, (KEYS, QUERIES, 4)), tl.reshape(w, (1, QUERIES, 4))
+        if FIRST:  # noqa: SIM108
+            total = x * w
+        else:
+            total = tl.fma(x, w, total)
+    else:
+        even, odd = tl.split(tl.reshape(x, (KEYS, QUERIES, 4, COUNT // 2, 2)))
+        w_even, w_odd = tl.split(tl.reshape(w, (1, QUERIES, 4, COUNT // 2, 2)))
+        total = _chained(even, w_even, total, FIRST, KEYS, QUERIES, COUNT // 2)
+        total = _chained(odd, w_odd, total, False, KEYS, QUERIES, COUNT // 2)
+    return total
 
 
 @triton.jit

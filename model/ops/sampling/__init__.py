@@ -32,8 +32,8 @@ def sampling(logits: Tensor, rules: Rules, *, exact: bool = False) -> Drawn:
         logits: [B, V] fp32. A row with NaN, +inf or nothing but -inf yields some id in range and NaN as its
             log-probabilities.
         rules: of the B rows, on the host.
-        exact: log-probabilities have the bits of `torch.log_softmax`, as a trainer computes them: the
-            definition runs, on the device of the logits.
+        exact: log-probabilities have the bits of `model.choices.log_softmax`, as a trainer computes them.
+            Where top-k or top-p drop ids the definition runs, on the device of the logits.
 
     Returns:
         What was drawn, on the host.
@@ -45,8 +45,9 @@ def sampling(logits: Tensor, rules: Rules, *, exact: bool = False) -> Drawn:
         )
     if logits.shape[1] > MOST_IDS:
         raise ValueError(f"sampling sums integer weights of up to {MOST_IDS} ids, got {logits.shape[1]}")
-    if not exact and use_kernel("sampling", logits):
+    truncated = bool(rules.truncating(logits.shape[1]).any())
+    if not (exact and truncated) and use_kernel("sampling", logits):
         from model.ops.sampling import triton
 
-        return triton.sampling(logits, rules)
+        return triton.sampling(logits, rules, exact=exact)
     return reference.sampling(logits, rules)

@@ -123,22 +123,32 @@ def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor | None:
     return torch.empty_like(stays).scatter_(1, order, stays)
 
 
+def tempered_logits(logits: Tensor, rules: Rules) -> Tensor:
+    """Logits [B, V] over the temperatures, 1 for greedy rows."""
+    temperature = torch.where(rules.temperature == 0.0, 1.0, rules.temperature)
+    if bool((temperature == 1.0).all()):
+        return logits
+    return logits / temperature.to(logits.device, logits.dtype)[:, None]
+
+
+def logprobs_of(tempered: Tensor, tokens: Tensor) -> Tensor:
+    """[B] of the tokens [B], by the function that a trainer calls."""
+    return log_softmax(tempered).gather(1, tokens[:, None])[:, 0]
+
+
 def sampling(logits: Tensor, rules: Rules) -> Drawn:
     """See `model.ops.sampling.sampling`."""
-    greedy = rules.temperature == 0.0
-    temperature = torch.where(greedy, 1.0, rules.temperature)
-    same = bool((temperature == 1.0).all())
-    tempered = logits if same else logits / temperature.to(logits.device, logits.dtype)[:, None]
+    greedy, tempered = rules.temperature == 0.0, tempered_logits(logits, rules)
     allowed = truncate(tempered, torch.where(greedy, 0, rules.top_k), torch.where(greedy, 1.0, rules.top_p))
     kept = tempered if allowed is None else tempered.masked_fill(~allowed, -torch.inf)
     draws = torch.from_numpy(uniforms(rules.seed.numpy(), rules.position.numpy())).to(logits.device)
     tokens = invert(kept, draws)
     if greedy.any():
         tokens = torch.where(greedy.to(logits.device), logits.argmax(dim=1), tokens)
-    full = own = log_softmax(tempered).gather(1, tokens[:, None])[:, 0]
+    full = own = logprobs_of(tempered, tokens)
     if allowed is None:
         return Drawn(tokens.cpu(), own.cpu(), full.cpu())
-    own = log_softmax(kept).gather(1, tokens[:, None])[:, 0]
+    own = logprobs_of(kept, tokens)
     host = allowed.cpu()
     counts = host.sum(1)
     counts.masked_fill_(counts == host.shape[1], 0)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from model.ops.sampling import limits
 from model.ops.sampling.limits import collect, count_ranges, draw_kept
-from model.ops.sampling.reference import Drawn, Rules
+from model.ops.sampling.reference import Drawn, Rules, logprobs_of, tempered_logits
 from model.ops.sampling.tile import (
     CHUNK,
     ONE,
@@ -261,14 +261,20 @@ def launch(logits: Tensor, rules: Tensor, *, truncate: bool) -> tuple[Tensor, Te
     return out, ids if truncate else None
 
 
-def sampling(logits: Tensor, rules: Rules) -> Drawn:
-    """See `model.ops.sampling.sampling`."""
+def sampling(logits: Tensor, rules: Rules, *, exact: bool = False) -> Drawn:
+    """See `model.ops.sampling.sampling`; `exact` where no row is truncated."""
     rows, size = logits.shape
     if not rows:
         return Drawn(torch.zeros(0, dtype=torch.int64), torch.zeros(0), torch.zeros(0))
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     truncate = bool(rules.truncating(size).any())
     out, ids = launch(logits, packed(rules, logits.device), truncate=truncate)
+    if exact:
+        assert not truncate
+        own = logprobs_of(tempered_logits(logits, rules), out[0].long())
+        tokens, own = torch.stack((out[0], own.view(torch.int32))).cpu()
+        own = own.view(torch.float32)
+        return Drawn(tokens.long(), own, own)
     tokens, counts, own, full = out.cpu()
     own, full = own.view(torch.float32), full.view(torch.float32)
     if ids is None:

@@ -46,6 +46,17 @@ def rounds(compiled_kernels):
     return call
 
 
+@pytest.fixture(scope="module")
+def sums(compiled_kernels):
+    """`sums(launcher, ...)`: which elements the sums of the launched kernel add up, and where."""
+
+    def call(launcher, *args, **options):
+        ((_, kernel),) = compiled_kernels(launcher, *args, **options)
+        return [arithmetic.sums(kernel.asm["ttgir"])]
+
+    return call
+
+
 def _update(rounds, rows, terms=0):
     place = _t(rows, terms, dtype=INT) if terms else None
     branch = _t(rows * max(terms, 1), D)
@@ -86,24 +97,35 @@ def test_latents_of_a_step_of_a_pass_and_of_training(rounds):
     assert (norm - factor) | window == prefill
 
 
-@pytest.mark.parametrize("heads", [8, 32, 64])
-def test_index_scores(rounds, heads):
-    def dense(count, keys):
-        query, weights = _t(count, heads, 128), _t(count, heads, dtype=FP32)
-        seen = {name: _t(count, dtype=INT) for name in ("begins", "ends")}
-        return rounds(indexer.index_scores, query, _t(keys, 128), weights, **seen)[0]
+def _dense_scores(compile, heads, count, keys):
+    query, weights = _t(count, heads, 128), _t(count, heads, dtype=FP32)
+    seen = {name: _t(count, dtype=INT) for name in ("begins", "ends")}
+    return compile(indexer.index_scores, query, _t(keys, 128), weights, **seen)[0]
 
-    many = dense(1024, 4096)
-    assert len(many) == 1 and "m" in next(iter(many))
-    assert dense(1023, 4099) == dense(1, 4099) == many
+
+def _scores_of_blocks(compile, heads):
     query, ends, blocks = _t(64, heads, 128), _t(64, dtype=INT), _t(64, 256, dtype=INT)
     weights = _t(64, heads, dtype=FP32)
-    assert rounds(candidates.scores_of_blocks, query, _t(8192, 128), weights, ends, blocks, 8)[0] == many
+    return compile(candidates.scores_of_blocks, query, _t(8192, 128), weights, ends, blocks, 8)[0]
+
+
+def _step_scores(compile, heads, listed):
     records, table = _t(8192, 68, dtype=BYTE), _t(64, 32, dtype=LONG)
-    for chosen in (None, blocks):
-        options = {"width": 2048, "page_groups": 64, "blocks": chosen, "block_size": 8, "factor": 2.0**-6}
-        (step,) = rounds(index_decode.decode_scores, query, _t(64, heads), records, table, ends, **options)
-        assert {root for root in step if "m," in root} == many
+    blocks = _t(64, 256, dtype=INT) if listed else None
+    options = {"width": 2048, "page_groups": 64, "blocks": blocks, "block_size": 8, "factor": 2.0**-6}
+    given = _t(64, heads, 128), _t(64, heads), records, table, _t(64, dtype=INT)
+    return compile(index_decode.decode_scores, *given, **options)[0]
+
+
+@pytest.mark.parametrize("heads", [8, 32, 64])
+def test_index_scores(rounds, heads):
+    many = _dense_scores(rounds, heads, 1024, 4096)
+    assert len(many) == 1 and "m" in next(iter(many))
+    assert next(iter(many)).count("fma(") == heads - 4
+    assert _dense_scores(rounds, heads, 1023, 4099) == _dense_scores(rounds, heads, 1, 4099) == many
+    assert _scores_of_blocks(rounds, heads) == many
+    for listed in (False, True):
+        assert {root for root in _step_scores(rounds, heads, listed) if "m," in root} == many
 
 
 def _keys():
@@ -141,17 +163,6 @@ def test_attention(rounds, batch, heads):
     if heads == 64:
         (logarithm,) = (root for root in forward if root.startswith("mul(0f3F317218,"))
         assert {root for root in step if "ex2(" in root} == forward - {logarithm}
-
-
-@pytest.fixture(scope="module")
-def sums(compiled_kernels):
-    """`sums(launcher, ...)`: which elements the sums of the launched kernel add up, and where."""
-
-    def call(launcher, *args, **options):
-        ((_, kernel),) = compiled_kernels(launcher, *args, **options)
-        return [arithmetic.sums(kernel.asm["ttgir"])]
-
-    return call
 
 
 def test_sums_of_streams_and_records_take_their_elements_in_one_order(sums):

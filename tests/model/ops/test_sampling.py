@@ -50,14 +50,30 @@ ROWS = [
 ]
 
 
+PLAIN = [(t, 1.0, 0) for t, _, _ in ROWS]
+
+
 @pytest.mark.parametrize("size", [40, 5000])
-@pytest.mark.parametrize("rows", [ROWS, [(t, 1.0, 0) for t, _, _ in ROWS]])
+@pytest.mark.parametrize("rows", [ROWS, PLAIN])
 def test_draws_what_the_definition_draws(interpreted, size, rows):
     logits = awkward(len(rows), size)
     for seed in range(2):
         rules = rules_of(rows, seed)
         got = interpreted("model.ops.sampling.triton", "sampling", logits, rules)
         assert_equal(got, reference.sampling(logits, rules))
+
+
+@pytest.mark.parametrize("size", [40, 5000])
+def test_exact_log_probabilities_of_a_draw_are_a_trainers(interpreted, size):
+    logits = awkward(len(PLAIN), size)
+    logits[6, 5] = torch.nan
+    rules = rules_of(PLAIN, 3)
+    got = interpreted("model.ops.sampling.triton", "sampling", logits, rules, exact=True)
+    expected = reference.sampling(logits, rules)
+    assert_equal(got, expected, atol=0.0)
+    assert got.logprobs.isnan().nonzero().tolist() == [[6]]
+    kept = ~expected.logprobs.isnan()
+    assert torch.equal(got.logprobs[kept], expected.logprobs[kept])
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -141,5 +157,10 @@ def test_a_card_draws_what_the_host_draws(size):
         assert_equal(got, reference.sampling(logits, rules), atol=1e-4)
         assert_equal(sampling(on_card, rules), got)
         assert_equal(sampling(on_card, rules, exact=True), got)
+        plain = rules_of(PLAIN, seed)
+        got = sampling(on_card, plain, exact=True)
+        assert paths()["sampling"] == "triton"
+        assert_equal(got, sampling(on_card, plain))
+        assert torch.equal(got.logprobs, reference.sampling(on_card, plain).logprobs)
     sampling(on_card, rules)
     assert paths()["sampling"] == "triton"
