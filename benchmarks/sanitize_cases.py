@@ -19,6 +19,7 @@ from model.ops.candidates import best_blocks, topk_in_blocks
 from model.ops.decode_rows import decode_rows
 from model.ops.engram_gate import engram_gate
 from model.ops.exact_linear import exact_linear
+from model.ops.experts.triton import plan as planned
 from model.ops.hyper_boundary import hyper_boundary, hyper_coefficients, hyper_input, hyper_update
 from model.ops.index_decode import decode_scores
 from model.ops.index_loss import index_loss
@@ -101,7 +102,7 @@ def choices() -> None:
         weights, ends = torch.randn(9, 32, device="cuda"), begins + 301
         index_topk(query, keys, weights, 64, begins=begins, ends=ends)
         index_scores(query, keys, weights, begins=begins, ends=ends)
-    for rows, width in ((3, 5001), (257, 301)):
+    for rows, width in ((3, 5001), (3, 20001), (257, 301)):
         scores = torch.randn(rows, width, device="cuda")
         scores[1] = 0
         topk(scores, 17)
@@ -188,7 +189,10 @@ def mixture() -> None:
     active = experts.activated(x, w13, weights, plan, limit=10.0)
     _back(experts.combine(experts.grouped(active, w2, plan), plan), affinity)
     experts.plan_of(torch.randint(0, 300, (40, 6), device="cuda"), 300, 1)
+    scanned = planned(ids, loads, 1, scan_above=0)
+    assert torch.equal(scanned.place, plan.place)
     with torch.no_grad():
+        experts.grouped(active[:, :48].contiguous(), w2[:, :, :48].contiguous(), plan)
         assert experts.few_rows(x, w13, w2, weights, plan, limit=10.0) is not None
 
 
