@@ -146,7 +146,8 @@ class Engine:
         if speculate is not None:
             self.speculator = Speculator.open(policy, self._cache, speculate, max_requests)
             self.scheduler.decode_tokens = self.speculator.slots + 1
-        warm_up(policy, self._cache, max_requests, self._prefill_tokens)
+        drafts = 0 if self.speculator is None else self.speculator.slots
+        warm_up(policy, self._cache, max_requests, self._prefill_tokens, drafts)
         self._sessions: dict[str, int] = {}
         self._ended: list[Finished] = []
         self._next_id = 0

@@ -119,7 +119,7 @@ class Speculator:
         """One for up to `requests` sequences at a time; measures costs where `options` ask for it."""
         costs = None
         if policy.config.num_nextn_predict_layers and options.length is None:
-            with torch.inference_mode():
+            with torch.inference_mode(), exact_mode(policy.exact):
                 costs = profile(policy, cache, requests)
         return cls(policy, cache, options, costs)
 

@@ -3,7 +3,8 @@
 A kernel takes seconds to compile and a fraction of one to load; in the middle of a rollout each would be a
 stall of the whole batch. Decode steps are captured as graphs, prefills run once in each shape that has
 kernels of its own: sizes on both sides of every threshold, contexts from one bucket to the next. Choices run
-over every number of keys that the sequences of a prefill can hold together, draws with and without limits.
+over every number of keys that the sequences of a prefill can hold together, draws with and without limits,
+checks of drafts over every number of these.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from model.config import AttentionMode
 from model.decode_graphs import graphs_of, width_bucket
 from model.engine.sampler import SamplingColumns, sample
 from model.fused import unserved
+from model.layers.exact import exact_mode
 from model.ops.candidates import best_blocks
 from model.ops.topk import topk
+from model.ops.verification import verification
 
 if TYPE_CHECKING:
     from model.policy import Policy
@@ -74,8 +77,10 @@ def serves(policy: Policy, cache: PolicyCache) -> bool:
     return on_kernels and policy.config.dtype == "bfloat16" and unserved(policy.config) is None
 
 
-def warm_up(policy: Any, cache: Any, rows: int, prefill_tokens: int) -> None:
+def warm_up(policy: Any, cache: Any, rows: int, prefill_tokens: int, drafts: int = 0) -> None:
     """Make an empty cache's engine ready for `rows` sequences and prefills of up to `prefill_tokens` a step.
+
+    Each sequence may have up to `drafts` checked at a time.
 
     Logs a line for each graph and each prefill. Nothing happens where no kernels run.
     """
@@ -87,8 +92,9 @@ def warm_up(policy: Any, cache: Any, rows: int, prefill_tokens: int) -> None:
         _prefills(policy, cache, min(prefill_tokens, cache.max_tokens))
         before = len(_compiled)
         _choices(policy, cache, rows)
-        _draws(policy, cache, rows)
-        _log.info("choices and draws: %d kernels made ready", len(_compiled) - before)
+        _draws(policy, cache, rows * (drafts + 1))
+        _checks(policy, cache, drafts)
+        _log.info("choices, draws and checks: %d kernels made ready", len(_compiled) - before)
 
 
 def sizes(most: int) -> list[int]:
@@ -169,3 +175,22 @@ def _draws(policy: Policy, cache: PolicyCache, rows: int) -> None:
             columns = SamplingColumns.empty(count)
             columns.top_k[:] = limit
             sample(logits, columns, np.zeros(count, np.int64), exact=policy.exact)
+
+
+def _checks(policy: Policy, cache: PolicyCache, drafts: int) -> None:
+    """Drafts, and checks by how many there are."""
+    if not drafts or policy.mtp is None or cache.draft is None:
+        return
+    slot = cache.allocate()
+    try:
+        rows = torch.tensor([slot], device=cache.device)
+        with exact_mode(policy.exact):
+            policy.mtp.draft(policy, cache.draft, torch.zeros_like(rows), rows=rows)
+    finally:
+        cache.free(slot)
+    for width in range(drafts + 1):
+        logits = torch.zeros(width + 1, policy.config.vocab_size, device=cache.device)
+        numbers = torch.zeros(1, width + 1, dtype=torch.int64, device=cache.device)
+        chances = numbers.double()
+        given = numbers, numbers[:, :width], numbers[:, 0], chances[:, :width], chances[:, 0]
+        verification(logits, logits[:width, None], *given)

@@ -35,7 +35,7 @@ def parts(columns: int, depth: int) -> int:
     return count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _product(
     x, weight, second, out, partial, counters, rows, columns, border, x_row, x_batch, w_batch, out_row,
     out_batch, K: tl.constexpr, PARTS: tl.constexpr, TOGETHER: tl.constexpr, PAIR: tl.constexpr,

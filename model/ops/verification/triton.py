@@ -33,7 +33,7 @@ def _probability(z, top, total):
     return weigh(z, top).to(tl.float64) / total.to(tl.float64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests"])
 def _accept(
     target,
     tops,
@@ -107,7 +107,7 @@ def _left(
     return (whole * _UNITS + 0.5).to(tl.int64), (rest * _UNITS + 0.5).to(tl.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests"])
 def _weigh_rest(
     target,
     tops,
@@ -138,7 +138,7 @@ def _weigh_rest(
     tl.store(at + requests * CHUNKS, tl.sum(rest, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests"])
 def _draw_rest(
     target,
     tops,

@@ -61,8 +61,8 @@ def _sampled(real):
     return sample
 
 
-def main(exact: bool, most: int) -> None:
-    """Serve up to `most` requests of many lengths at a time after the start."""
+def main(exact: bool, most: int, drafts: int) -> None:
+    """Serve up to `most` requests of many lengths at a time after the start, with so many drafts a step."""
     driver._active = _Hopper()  # pyright: ignore
     JITFunction.run, JITFunction._do_compile = _choose, _compile
     dispatch.use_kernel = _everywhere
@@ -74,16 +74,19 @@ def main(exact: bool, most: int) -> None:
     from model.engine import warm_up
     from model.engine.requests import Request
     from model.engine.sampler import SamplingParams
+    from model.engine.speculative import Speculation
     from model.policy import Policy
-    from model.presets import NANO
+    from model.presets import NANO, NANO_DRAFT
 
     warm_up.serves = lambda policy, cache: True
     serving.sample = _sampled(serving.sample)
-    shape = replace(NANO, num_attention_heads=16, head_dim=64, index_head_dim=64, hc_sinkhorn_iters=20)
+    preset = NANO_DRAFT if drafts else NANO
+    shape = replace(preset, num_attention_heads=16, head_dim=64, index_head_dim=64, hc_sinkhorn_iters=20)
     policy = Policy(replace(shape, dtype="bfloat16", index_topk=64, sliding_window=32))
     policy.fake_quant = True
     with dispatch.fused_everywhere():
-        options = {"idle_sessions": 2, "prefill_tokens": 1000, "exact": exact}
+        speculate = Speculation(length=drafts) if drafts else None
+        options = {"idle_sessions": 2, "prefill_tokens": 1000, "exact": exact, "speculate": speculate}
         engine = serving.Engine(policy, max_requests=most, max_tokens=9000, **options)
         before, draw = warm_up.compiled(), random.Random(0)
         print("kernels", sum(before.values()), flush=True)
@@ -103,4 +106,4 @@ def main(exact: bool, most: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] == "exact", int(sys.argv[2]))
+    main(sys.argv[1] == "exact", int(sys.argv[2]), int(sys.argv[3]))

@@ -14,7 +14,9 @@ from model.engine.engine import Engine
 from model.engine.requests import Finish, Request
 from model.engine.sampler import SamplingParams
 from model.engine.speculative import Speculation
+from model.layers.exact import is_exact
 from model.policy import PackedTokens, Policy
+from model.presets import NANO_DRAFT
 
 RULES = ["rejection", "coupled"]
 FIXED = [Speculation(rule=rule, length=length) for rule in RULES for length in (1, 5)]
@@ -325,3 +327,11 @@ def test_a_broken_acceptance_is_noticed(small, monkeypatch):
     monkeypatch.setattr(speculative, "Attempt", Generous)
     statistic, _ = chi_square(small, Speculation(length=3))
     assert statistic > 2 * LIMIT
+
+
+def test_costs_are_measured_in_the_mode_that_serves(monkeypatch):
+    seen = []
+    monkeypatch.setattr("model.engine.verification._draft", lambda *_: seen.append(is_exact()))
+    policy = Policy(NANO_DRAFT)
+    Engine(policy, max_requests=2, max_tokens=64, exact=True, speculate=Speculation())
+    assert seen and all(seen) and not is_exact()
