@@ -166,15 +166,15 @@ def _choices(policy: Policy, cache: PolicyCache, rows: int) -> None:
 
 
 def _draws(policy: Policy, cache: PolicyCache, rows: int) -> None:
-    """Of tokens, from all of the vocabulary and from a part."""
+    """Logits of up to `rows` tokens, and draws, for any number alike: with and without limits."""
+    like = policy.norm.weight
     for count in sizes(rows):
-        shape = count, policy.config.hidden_size
-        hidden = torch.zeros(shape, dtype=policy.norm.weight.dtype, device=cache.device)
-        logits = policy.logits(hidden)
-        for limit in (0, 2):
-            columns = SamplingColumns.empty(count)
-            columns.top_k[:] = limit
-            sample(logits, columns, np.zeros(count, np.int64), exact=policy.exact)
+        policy.logits(like.new_zeros(count, policy.config.hidden_size))
+    logits = torch.zeros(1, policy.config.vocab_size, device=cache.device)
+    for limit in (0, 2):
+        columns = SamplingColumns.empty(1)
+        columns.top_k[:] = limit
+        sample(logits, columns, np.zeros(1, np.int64), exact=policy.exact)
 
 
 def _checks(policy: Policy, cache: PolicyCache, drafts: int) -> None:
