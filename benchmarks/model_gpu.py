@@ -64,7 +64,7 @@ def _exact(policy: Policy) -> Iterator[Figure]:
     sampler, trainer = [], []
     for exact in (False, True):
         policy.exact = exact
-        sampler.append(times.decode(policy, 64, SHORT))
+        sampler.append(times.sampler_step(policy, 64, SHORT))
         clean()
         trainer.append(times.train_step(policy, 8192, 8))
         clean()

@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from benchmarks.model_gpu_setup import cache_of, fill
 from model.cache.policy_cache import PolicyCache
 from model.decode import Step, StepInput
 from model.decode_graphs import graphs_of, width_bucket
+from model.engine.sampler import SamplingColumns, sample
 from model.ops.linear_logprob import linear_logprob
 from model.policy import PackedTokens, Policy
 
@@ -41,7 +43,8 @@ def train_step(policy: Policy, tokens: int, documents: int) -> float:
 
     def step() -> None:
         hidden = policy(packed).hidden
-        logprob, *_ = linear_logprob(hidden[:-1], policy.head.weight, ids[1:])  # pyright: ignore
+        head: Tensor = policy.head.weight  # pyright: ignore[reportAssignmentType]
+        logprob, *_ = linear_logprob(hidden[:-1], head, ids[1:], exact=policy.exact)
         (-logprob.mean()).backward()
         optimizer.step()
         policy.zero_grad(set_to_none=True)
@@ -88,19 +91,31 @@ def prefill(policy: Policy, tokens: int, decoded: int | None) -> float:
     return median(run, 3, 1)
 
 
-@torch.no_grad()
-def decode(policy: Policy, batch: int, tokens: int) -> float:
-    """Seconds of a decode step's graph for `batch` sequences of `tokens` each, all at their own positions."""
+def _steps(policy: Policy, batch: int, tokens: int) -> tuple[PolicyCache, Callable[[], Tensor]]:
+    """A cache of `batch` sequences of `tokens`, and a decode step that may be repeated."""
     cache = cache_of(policy, batch, tokens)
     slots = fill(policy, cache, batch, tokens)
-    graphs = graphs_of(policy, cache)
     ids = torch.randint(0, policy.config.vocab_size, (batch,), device="cuda")
-    positions = [tokens] * batch
     floors = [[0] * batch, [max(tokens - 128, 0)] * batch]
     cache.make_room(slots, [1] * batch)
-    graphs.step(slots, ids, positions, floors)
-    captured = graphs.captured(batch, width_bucket(tokens + 1, cache.max_tokens))
+    return cache, lambda: graphs_of(policy, cache).step(slots, ids, [tokens] * batch, floors)
+
+
+@torch.no_grad()
+def decode(policy: Policy, batch: int, tokens: int) -> float:
+    """Seconds of a decode step's graph for `batch` sequences of `tokens` each."""
+    cache, step = _steps(policy, batch, tokens)
+    step()
+    captured = graphs_of(policy, cache).captured(batch, width_bucket(tokens + 1, cache.max_tokens))
     return median(captured.replay, 9, 3)
+
+
+@torch.no_grad()
+def sampler_step(policy: Policy, batch: int, tokens: int) -> float:
+    """Seconds of a decode step, the head, and a draw for each of `batch` sequences of `tokens`."""
+    _, step = _steps(policy, batch, tokens)
+    columns, places = SamplingColumns.empty(batch), np.full(batch, tokens)
+    return median(lambda: sample(policy.logits(step()), columns, places, exact=policy.exact), 9, 3)
 
 
 def launches(run: Callable[[], object]) -> list[tuple[str, float]]:
