@@ -146,8 +146,7 @@ class Engine:
         if speculate is not None:
             self.speculator = Speculator.open(policy, self._cache, speculate, max_requests)
             self.scheduler.decode_tokens = self.speculator.slots + 1
-        drafts = 0 if self.speculator is None else self.speculator.slots
-        warm_up(policy, self._cache, max_requests, self._prefill_tokens, drafts)
+        warm_up(policy, self._cache, max_requests, self._prefill_tokens, self.scheduler.decode_tokens)
         self._sessions: dict[str, int] = {}
         self._ended: list[Finished] = []
         self._next_id = 0

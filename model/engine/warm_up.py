@@ -28,7 +28,7 @@ from model.engine.sampler import SamplingColumns, sample
 from model.fused import unserved
 from model.layers.exact import exact_mode
 from model.ops.candidates import best_blocks
-from model.ops.topk import topk
+from model.ops.topk import FEW, topk
 from model.ops.verification import verification
 
 if TYPE_CHECKING:
@@ -38,8 +38,6 @@ _log = logging.getLogger(__name__)
 _compiled: list[str] = []
 _WIDEST = 1 << 22
 """Of more keys groups of groups are chosen from, by the same kernels."""
-_MANY = 257
-"""Queries from which on choices take kernels for many."""
 
 
 def compiled() -> dict[str, int]:
@@ -77,10 +75,10 @@ def serves(policy: Policy, cache: PolicyCache) -> bool:
     return on_kernels and policy.config.dtype == "bfloat16" and unserved(policy.config) is None
 
 
-def warm_up(policy: Any, cache: Any, rows: int, prefill_tokens: int, drafts: int = 0) -> None:
+def warm_up(policy: Any, cache: Any, rows: int, prefill_tokens: int, decode_tokens: int = 1) -> None:
     """Make an empty cache's engine ready for `rows` sequences and prefills of up to `prefill_tokens` a step.
 
-    Each sequence may have up to `drafts` checked at a time.
+    A step computes up to `decode_tokens` of each sequence: the last one, and drafts.
 
     Logs a line for each graph and each prefill. Nothing happens where no kernels run.
     """
@@ -92,8 +90,8 @@ def warm_up(policy: Any, cache: Any, rows: int, prefill_tokens: int, drafts: int
         _prefills(policy, cache, min(prefill_tokens, cache.max_tokens))
         before = len(_compiled)
         _choices(policy, cache, rows)
-        _draws(policy, cache, rows * (drafts + 1))
-        _checks(policy, cache, drafts)
+        _draws(policy, cache, rows * decode_tokens)
+        _checks(policy, cache, decode_tokens - 1)
         _log.info("choices, draws and checks: %d kernels made ready", len(_compiled) - before)
 
 
@@ -152,7 +150,7 @@ def _choices(policy: Policy, cache: PolicyCache, rows: int) -> None:
     for k, rule, ratio in dict.fromkeys((a.top_k, a.rule, a.ratio) for a in layers):
         width, most = 64, min(rows * cache.max_tokens // ratio, _WIDEST)
         while width < 2 * most:
-            for queries in (1, _MANY):
+            for queries in (1, FEW + 1):
                 # Rows that overlap: their stride is one of those that wide loads take.
                 shape = (queries, width), (16, 1)
                 scores = torch.zeros(16 * queries + width, device=cache.device).as_strided(*shape)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from model.ops.indexer.triton import index_scores
 from model.ops.tile import UNFUSED, operand, sum_of_heads
-from model.ops.topk.triton import topk
+from model.ops.topk.triton import rows_of_scores, topk
 
 # With more keys than this many times the candidates, scores of these alone are faster than of all keys.
 DENSE = 3
@@ -46,14 +46,13 @@ def block_maxima(scores: Tensor, visible: Tensor, size: int) -> Tensor:
     rows, width = scores.shape
     assert scores.stride(1) == 1, "scores must be contiguous along the row"
     count, padded = triton.cdiv(width, size), triton.next_power_of_2(size)
-    # Rows at multiples of 64 bytes, for wide loads.
-    out = torch.empty((rows, triton.cdiv(count, 16) * 16), dtype=torch.float32, device=scores.device)
+    out = rows_of_scores(rows, count, scores.device)
     block = min(max(1, 4096 // padded), triton.next_power_of_2(count))
     _maxima[(triton.cdiv(count, block), rows)](
         scores, visible, out, scores.stride(0), out.stride(0), count, SIZE=size, PADDED=padded, BLOCK=block,
         num_warps=4,
     )  # fmt: skip
-    return out[:, :count]
+    return out
 
 
 @triton.jit(do_not_specialize=["candidates", "width"])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from model.ops.indexer import queries_at_once
 from model.ops.tile import UNFUSED, operand, sum_of_heads
-from model.ops.topk.triton import topk
+from model.ops.topk.triton import rows_of_scores, topk
 
 _KEYS = 64
 _TILES = 32
@@ -101,7 +101,7 @@ def index_scores(
     assert keys.numel() < 2**31, f"row offsets are 32 bits: {len(keys)} keys are too many for one call"
     count, heads, channels = query.shape
     width = len(keys)
-    out = _rows(count, width, query.device) if out is None else out
+    out = rows_of_scores(count, width, query.device) if out is None else out
     assert out.stride(1) == 1
     queries = max(1, 128 // heads)
     grid = (triton.cdiv(width, _KEYS * _TILES), triton.cdiv(count, queries))
@@ -128,11 +128,6 @@ def index_scores(
     return out
 
 
-def _rows(count: int, width: int, device: torch.device) -> Tensor:
-    """Room for scores [count, width]; rows begin at multiples of 64 bytes, for wide loads."""
-    return torch.empty((count, -(-width // 16) * 16), dtype=torch.float32, device=device)[:, :width]
-
-
 def index_topk(
     query: Tensor, keys: Tensor, weights: Tensor, k: int, *, begins: Tensor, ends: Tensor
 ) -> Tensor:
@@ -141,7 +136,7 @@ def index_topk(
     count = len(query)
     chosen = torch.empty((count, k), dtype=torch.int32, device=query.device)
     step = queries_at_once(len(keys))
-    buffer = _rows(min(count, step), len(keys), query.device)
+    buffer = rows_of_scores(min(count, step), len(keys), query.device)
     for start in range(0, count, step):
         part = slice(start, min(start + step, count))
         b, e = begins[part], ends[part]

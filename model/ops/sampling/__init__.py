@@ -45,8 +45,8 @@ def sampling(logits: Tensor, rules: Rules, *, exact: bool = False) -> Drawn:
         )
     if logits.shape[1] > MOST_IDS:
         raise ValueError(f"sampling sums integer weights of up to {MOST_IDS} ids, got {logits.shape[1]}")
-    truncated = bool(rules.truncating(logits.shape[1]).any())
-    if not (exact and truncated) and use_kernel("sampling", logits):
+    by_definition = exact and bool(rules.truncating(logits.shape[1]).any())
+    if not by_definition and use_kernel("sampling", logits):
         from model.ops.sampling import triton
 
         return triton.sampling(logits, rules, exact=exact)

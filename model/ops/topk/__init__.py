@@ -10,7 +10,10 @@ from torch import Tensor
 from model.ops.dispatch import use_kernel
 from model.ops.topk import reference
 
-__all__ = ["topk"]
+__all__ = ["FEW", "topk"]
+
+FEW = 256
+"""For more rows than these there is a variant of the kernels."""
 
 
 def topk(

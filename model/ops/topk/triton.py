@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from model.ops.topk import FEW
+
 
 @triton.jit
 def _ordered(x):
@@ -131,6 +133,11 @@ def _select(
     tl.store(out + p, tl.where(p < total, found, -1), mask=p < K)
 
 
+def rows_of_scores(rows: int, width: int, device: torch.device) -> Tensor:
+    """Room for scores [rows, width] fp32; rows begin at multiples of 64 bytes, for wide loads."""
+    return torch.empty((rows, triton.cdiv(width, 16) * 16), dtype=torch.float32, device=device)[:, :width]
+
+
 @dataclass(frozen=True)
 class _Places:
     """Where columns to choose from stand: `width` places of each row of `scores`, or those of its blocks."""
@@ -186,7 +193,7 @@ def topk(
     if blocks is not None:
         blocks, width = blocks.contiguous(), blocks.shape[1] * block_size
     given = _Places(scores, width, begins, ends, blocks, block_size, packed)
-    return _choose(given, k, tuning or (FEW_ROWS if len(scores) <= 256 else MANY_ROWS))
+    return _choose(given, k, tuning or (FEW_ROWS if len(scores) <= FEW else MANY_ROWS))
 
 
 def _choose(given: _Places, k: int, tuning: Tuning) -> Tensor:
@@ -201,8 +208,7 @@ def _choose(given: _Places, k: int, tuning: Tuning) -> Tensor:
             most // padded, triton.next_power_of_2(triton.cdiv(width, max(tuning.maxima, 2 * padded)))
         )
         groups = triton.cdiv(width, group)
-        # Rows at multiples of 64 bytes, for wide loads.
-        maxima = given.scores.new_empty((rows, triton.cdiv(groups, 16) * 16))[:, :groups]
+        maxima = rows_of_scores(rows, groups, given.scores.device)
         block = max(1, 4096 // group)
         _group_maxima[(triton.cdiv(groups, block), rows)](
             *tensors, maxima, *numbers, groups, maxima.stride(0), **flags, GROUP=group, BLOCK=block,
