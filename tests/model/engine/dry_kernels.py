@@ -15,14 +15,10 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from model.ops import dispatch
+from tests.model.ops import kernels_everywhere
 from tests.model.ops.conftest import _Hopper
 
 _KERNEL = SimpleNamespace()
-
-
-def _everywhere(op, tensor, **_):
-    dispatch.note(op, "triton")
-    return True
 
 
 def _compile(self, key, signature, device, constexprs, options, attrs, warmup):
@@ -65,7 +61,7 @@ def main(exact: bool, most: int, drafts: int) -> None:
     """Serve up to `most` requests of many lengths at a time after the start, with so many drafts a step."""
     driver._active = _Hopper()  # pyright: ignore
     JITFunction.run, JITFunction._do_compile = _choose, _compile
-    dispatch.use_kernel = _everywhere
+    kernels_everywhere.put()
     for name in ("empty", "empty_like"):
         setattr(torch, name, _zeros(getattr(torch, name)))
     torch.Tensor.new_empty = _zeros(torch.Tensor.new_empty)  # pyright: ignore

@@ -10,18 +10,13 @@ from dataclasses import replace
 import torch
 
 from model.ops import dispatch
-from tests.model.ops import interpreted_products
-
-
-def _everywhere(op, tensor, **_):
-    dispatch.note(op, "triton")
-    return True
+from tests.model.ops import interpreted_products, kernels_everywhere
 
 
 def main(tokens: int, prompt: int) -> None:
     """`tokens` of a document, the first `prompt` of them as a prompt and the others one at a time."""
     interpreted_products.put()
-    dispatch.use_kernel = _everywhere
+    kernels_everywhere.put()
     from model.diagnostics.exactness import differences
     from model.policy import Policy
     from model.presets import NANO
