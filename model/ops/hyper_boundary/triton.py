@@ -21,6 +21,8 @@ from model.ops.tile import UNFUSED, operand, round_bf16
 _LOGITS = 32
 # With no more rows than these, the parts of a projection's sum are programs of their own.
 _FEW_ROWS = 512
+# With as many, tiles of 128 rows fill every processor of a card.
+_MANY_ROWS = 128 * 132
 
 
 @triton.jit
@@ -309,8 +311,9 @@ def coefficients(
     out = torch.empty((count, 24), dtype=torch.float32, device=streams.device)
     logits = torch.empty((count, _LOGITS), dtype=torch.float32, device=streams.device)
     together = parts == 1 or count > _FEW_ROWS
-    # One tile for few and many rows: with 16 rows the card multiplies by other instructions.
-    block = 64
+    # A large tile reads the projection less often, once there is one for each processor. No tile has 16 rows,
+    # which the card multiplies by other instructions.
+    block, warps = (128, 8) if count >= _MANY_ROWS else (64, 4)
     blocks = triton.cdiv(count, block)
     partial = logits if together else torch.empty(
         (blocks, parts, block, 64), dtype=torch.float32, device=streams.device
@@ -331,7 +334,7 @@ def coefficients(
         DEPTH=step,
         PARTS=parts,
         TOGETHER=together,
-        num_warps=4,
+        num_warps=warps,
         num_stages=4,
         **UNFUSED,
     )

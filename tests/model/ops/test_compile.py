@@ -153,10 +153,10 @@ def _boundary(compiled):
     streams, branch, k = _t(E, 4, 5120), _t(E, 5120), _t(E, 24, dtype=FP32)
     kernels = compiled(boundary.split_projection, _t(24, 20480, dtype=FP32))
     kernels += compiled(boundary.update, streams, branch, k, _t(5120), 1e-6)
-    return kernels + compiled(
-        boundary.coefficients,
-        *(streams, _t(E, dtype=FP32), _t(20480, 64), _t(24, dtype=FP32), _t(3, dtype=FP32)),
-    )
+    site = _t(20480, 64), _t(24, dtype=FP32), _t(3, dtype=FP32)
+    for count in (8192, E):
+        kernels += compiled(boundary.coefficients, _t(count, 4, 5120), _t(count, dtype=FP32), *site)
+    return kernels
 
 
 def _rows(compiled):

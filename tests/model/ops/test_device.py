@@ -265,7 +265,7 @@ def test_pack_keys_with_pooling_norm_and_rotation(kind, width, ratio):
         assert torch.equal(unpack_keys(got[1]).float(), unpack("main", got[1]))
 
 
-@pytest.mark.parametrize(("count", "width"), [(1, 64), (77, 5120), (65, 1536)])
+@pytest.mark.parametrize(("count", "width"), [(1, 64), (77, 5120), (65, 1536), (16900, 1536)])
 def test_hyper_boundary(count, width):
     streams, branch = data.normal(count, 4, width), data.normal(count, width)
     projection, base = torch.randn(24, 4 * width, device="cuda") * 0.02, torch.randn(24, device="cuda")

@@ -175,19 +175,20 @@ def test_an_exact_product_gives_a_row_the_same_bits_among_few_and_many(interpret
 
 def test_coefficients_are_the_same_bits_in_parts_and_together(interpreted):
     torch.manual_seed(0)
-    streams, projection = torch.randn(600, 4, 64).to(BF16), torch.randn(24, 256) * 0.05
+    streams, projection = torch.randn(600, 4, 64).to(BF16).repeat(29, 1, 1), torch.randn(24, 256) * 0.05
     base, scale = torch.randn(24) * 0.3, torch.tensor([0.7, 0.5, 0.9])
     module = "model.ops.hyper_boundary.triton"
     squares = streams.float().square().sum((1, 2))
     split = interpreted(module, "split_projection", projection)
     # The second call with few rows finds the counters as the first left them.
-    few, again, many = (
+    few, again, many, most = (
         interpreted(module, "coefficients", streams[:n], squares[:n], split, base, scale)
-        for n in (70, 70, 600)
+        for n in (70, 70, 600, len(streams))
     )
-    assert _error(many, boundary.coefficients(streams, projection, base, scale)) < 1e-4
+    assert _error(many, boundary.coefficients(streams[:600], projection, base, scale)) < 1e-4
     assert torch.equal(few, again)
     assert torch.equal(few, many[:70])
+    assert torch.equal(many, most[:600])
 
 
 def test_gradients_through_an_attention_site(interpreted):
