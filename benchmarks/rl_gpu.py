@@ -122,17 +122,18 @@ def main() -> int:
     policy = policy_on_gpu()
     torch.manual_seed(0)
     prompts = torch.randint(3, policy.config.vocab_size, (options.rollouts, options.prompt)).tolist()
-    engine = Engine(
-        policy,
-        max_requests=options.rollouts,
-        max_tokens=options.prompt + options.tokens + 8,
-        idle_sessions=0,
-        prefill_tokens=8192,
-        storage="packed",
-    )
-    learner, results = Learner(policy, engine, prompts, options.tokens), {}
+    results = {}
     for exact in (False, True):
         policy.exact = exact
+        engine = Engine(
+            policy,
+            max_requests=options.rollouts,
+            max_tokens=options.prompt + options.tokens + 8,
+            idle_sessions=0,
+            prefill_tokens=8192,
+            storage="packed",
+        )
+        learner = Learner(policy, engine, prompts, options.tokens)
         learner.step(1)
         results[exact] = learner.step(1000)
         seconds, difference = results[exact]

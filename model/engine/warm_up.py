@@ -78,7 +78,8 @@ def serves(policy: Policy, cache: PolicyCache) -> bool:
 def warm_up(policy: Any, cache: Any, rows: int, prefill_tokens: int, decode_tokens: int = 1) -> None:
     """Make an empty cache's engine ready for `rows` sequences and prefills of up to `prefill_tokens` a step.
 
-    A step computes up to `decode_tokens` of each sequence: the last one, and drafts.
+    A prefill is of several sequences where one has no room for as many tokens. A step computes up to
+    `decode_tokens` of each sequence: the last one, and drafts.
 
     Logs a line for each graph and each prefill. Nothing happens where no kernels run.
     """
@@ -87,7 +88,7 @@ def warm_up(policy: Any, cache: Any, rows: int, prefill_tokens: int, decode_toke
     watch()
     with torch.inference_mode(cache.tail.is_inference()), torch.no_grad():
         graphs_of(policy, cache).warm_up(rows)
-        _prefills(policy, cache, min(prefill_tokens, cache.max_tokens))
+        _prefills(policy, cache, min(prefill_tokens, rows * cache.max_tokens))
         before = len(_compiled)
         _choices(policy, cache, rows)
         _draws(policy, cache, rows * decode_tokens)
@@ -116,6 +117,7 @@ def _prefills(policy: Policy, cache: PolicyCache, most: int) -> None:
     started, done = time.monotonic(), 0
     before = len(_compiled)
     plan = [(0, size) for size in sizes(most)]
+    most = min(most, cache.max_tokens)
     for context in contexts(cache.max_tokens)[1:]:
         plan += [(context - size, size) for size in (1, min(17, most), most) if context > size]
     for number, (context, size) in enumerate(plan, 1):
@@ -128,19 +130,21 @@ def _prefills(policy: Policy, cache: PolicyCache, most: int) -> None:
 
 
 def _prefill(policy: Policy, cache: PolicyCache, context: int, size: int) -> None:
-    """One sequence of `context` tokens that are not there, and `size` more."""
-    window = policy.config.sliding_window
-    if context:
-        floor = max(context - window, 0)
-        slot = cache.take_over(Progress(context, context, context, floor, floor, context, context))
-    else:
-        slot = cache.allocate()
+    """`size` tokens, of one sequence where it has room for them after `context` that are not there."""
+    window, longest = policy.config.sliding_window, cache.max_tokens - context
+    lengths = [min(longest, size - begin) for begin in range(0, size, longest)]
+    floor = max(context - window, 0)
+    progress = Progress(context, context, context, floor, floor, context, context)
+    taken: list[int] = []
     try:
-        slots = torch.tensor([slot], device=cache.device)
-        ids = torch.zeros((1, size), dtype=torch.int64, device=cache.device)
-        policy.extend(cache, slots, ids, torch.tensor([size], device=cache.device))
+        for _ in lengths:
+            taken.append(cache.take_over(progress) if context else cache.allocate())
+        slots = torch.tensor(taken, device=cache.device)
+        ids = torch.zeros((len(taken), lengths[0]), dtype=torch.int64, device=cache.device)
+        policy.extend(cache, slots, ids, torch.tensor(lengths, device=cache.device))
     finally:
-        cache.free(slot)
+        for slot in taken:
+            cache.free(slot)
 
 
 def _choices(policy: Policy, cache: PolicyCache, rows: int) -> None:

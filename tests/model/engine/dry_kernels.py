@@ -57,8 +57,8 @@ def _sampled(real):
     return sample
 
 
-def main(exact: bool, most: int, drafts: int) -> None:
-    """Serve up to `most` requests of many lengths at a time after the start, with so many drafts a step."""
+def main(exact: bool, most: int, drafts: int, room: int) -> None:
+    """Serve up to `most` requests of many lengths up to `room`, with so many drafts a step."""
     driver._active = _Hopper()  # pyright: ignore
     JITFunction.run, JITFunction._do_compile = _choose, _compile
     kernels_everywhere.put()
@@ -83,12 +83,12 @@ def main(exact: bool, most: int, drafts: int) -> None:
     with dispatch.fused_everywhere():
         speculate = Speculation(length=drafts) if drafts else None
         options = {"idle_sessions": 2, "prefill_tokens": 1000, "exact": exact, "speculate": speculate}
-        engine = serving.Engine(policy, max_requests=most, max_tokens=9000, **options)
+        engine = serving.Engine(policy, max_requests=most, max_tokens=room, **options)
         before, draw = warm_up.compiled(), random.Random(0)
         print("kernels", sum(before.values()), flush=True)
         for wave in range(8):
             for i in range(draw.randint(1, most)):
-                length = draw.choice([1, 2, 16, 33, 500, 3000, 8000, draw.randint(1, 4000)])
+                length = min(draw.choice([1, 2, 16, 33, 500, 3000, 8000, draw.randint(1, 4000)]), room - 9)
                 ids = [draw.randrange(3, 60) for _ in range(length)]
                 truncated = {"top_p": 0.9, "top_k": 5} if draw.random() < 0.2 else {}
                 count = draw.randint(1, 5)
@@ -102,4 +102,4 @@ def main(exact: bool, most: int, drafts: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] == "exact", int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1] == "exact", *map(int, sys.argv[2:]))

@@ -78,9 +78,19 @@ def test_an_engine_without_kernels_starts_at_once():
     assert compiled() == before
 
 
-@pytest.mark.parametrize("case", ["fast 18 0", "exact 5 0", "exact 33 0", "fast 5 3", "exact 9 5"])
+CASES = (
+    *("fast 18 0 9000", "exact 5 0 9000", "exact 33 0 9000", "fast 5 3 9000", "exact 9 5 9000"),
+    "exact 33 0 250",
+)
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_no_variant_of_a_kernel_comes_up_after_the_start(case):
-    """On any machine: kernels are chosen as on a card, neither compiled nor run."""
+    """On any machine: kernels are chosen as on a card, neither compiled nor run.
+
+    A case is the mode, requests at a time, drafts, and tokens that a sequence has room for: with little room
+    a prefill is of several.
+    """
     pytest.importorskip("triton", reason="no Triton on this platform")
     root = Path(__file__).parents[3]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
