@@ -122,7 +122,8 @@ def index_scores(
         TILES=_TILES,
         WHOLE=count % queries == 0 and width % _KEYS == 0,
         num_warps=4,
-        num_stages=3,
+        # Tiles of bf16 in two stages leave room for three programs on a processor.
+        num_stages=2 if query.element_size() == 2 else 3,
         **UNFUSED,
     )
     return out
