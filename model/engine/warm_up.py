@@ -88,7 +88,7 @@ def warm_up(policy: Any, cache: Any, rows: int, prefill_tokens: int, decode_toke
     watch()
     with torch.inference_mode(cache.tail.is_inference()), torch.no_grad():
         graphs_of(policy, cache).warm_up(rows)
-        _prefills(policy, cache, min(prefill_tokens, rows * cache.max_tokens))
+        _prefills(policy, cache, min(prefill_tokens, _whole(cache, rows) * cache.max_tokens))
         before = len(_compiled)
         _choices(policy, cache, rows)
         _draws(policy, cache, rows * decode_tokens)
@@ -111,6 +111,13 @@ def contexts(longest: int) -> list[int]:
         width = width_bucket(width + 1, longest)
         found.append(width)
     return found
+
+
+def _whole(cache: PolicyCache, rows: int) -> int:
+    """How many of `rows` sequences can be as long as any may be, at the same time."""
+    if cache.pages is None:
+        return rows
+    return min(rows, max(1, cache.pages.free_pages // -(-cache.max_tokens // cache.pages.page_tokens)))
 
 
 def _prefills(policy: Policy, cache: PolicyCache, most: int) -> None:

@@ -57,8 +57,8 @@ def _sampled(real):
     return sample
 
 
-def main(exact: bool, most: int, drafts: int, room: int) -> None:
-    """Serve up to `most` requests of many lengths up to `room`, with so many drafts a step."""
+def main(exact: bool, most: int, drafts: int, room: int, pages: int | None = None) -> None:
+    """Serve up to `most` requests of up to `room` tokens after the start, with so many drafts a step."""
     driver._active = _Hopper()  # pyright: ignore
     JITFunction.run, JITFunction._do_compile = _choose, _compile
     kernels_everywhere.put()
@@ -83,7 +83,7 @@ def main(exact: bool, most: int, drafts: int, room: int) -> None:
     with dispatch.fused_everywhere():
         speculate = Speculation(length=drafts) if drafts else None
         options = {"idle_sessions": 2, "prefill_tokens": 1000, "exact": exact, "speculate": speculate}
-        engine = serving.Engine(policy, max_requests=most, max_tokens=room, **options)
+        engine = serving.Engine(policy, max_requests=most, max_tokens=room, pages=pages, **options)
         before, draw = warm_up.compiled(), random.Random(0)
         print("kernels", sum(before.values()), flush=True)
         for wave in range(8):

@@ -80,7 +80,7 @@ def test_an_engine_without_kernels_starts_at_once():
 
 CASES = (
     *("fast 18 0 9000", "exact 5 0 9000", "exact 33 0 9000", "fast 5 3 9000", "exact 9 5 9000"),
-    "exact 33 0 250",
+    *("exact 33 0 250", "exact 33 0 250 9"),
 )
 
 
@@ -88,8 +88,8 @@ CASES = (
 def test_no_variant_of_a_kernel_comes_up_after_the_start(case):
     """On any machine: kernels are chosen as on a card, neither compiled nor run.
 
-    A case is the mode, requests at a time, drafts, and tokens that a sequence has room for: with little room
-    a prefill is of several.
+    A case is the mode, requests at a time, drafts, tokens that a sequence has room for (with little room a
+    prefill is of several), and pages (with few no prefill is as long as it may be).
     """
     pytest.importorskip("triton", reason="no Triton on this platform")
     root = Path(__file__).parents[3]
