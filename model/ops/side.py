@@ -1,7 +1,8 @@
-"""A second stream for kernels that few others wait for, and the counters that kernels of a stream share."""
+"""A second stream for kernels that few others wait for, counters that kernels share, and processors."""
 
 import threading
 from collections.abc import Callable
+from functools import cache
 from typing import TypeVar
 
 import torch
@@ -51,3 +52,9 @@ def arrivals(device: torch.device, count: int) -> Tensor:
         with torch.inference_mode(False):
             _counters[device] = torch.zeros((2, _COUNT), dtype=torch.int32, device=device)
     return _counters[device][int(getattr(_here, "beside", False))]
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """How many processors a card has; an H200's where kernels are only chosen or interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

@@ -9,8 +9,6 @@ kernels, so that the bits are theirs.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportAssignmentType=false, reportOperatorIssue=false
 
-from functools import cache
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -28,6 +26,7 @@ from triton.language.core import _aggregate as aggregate
 from model.ops.experts.activation import activate, weights_of
 from model.ops.experts.plan import TILE_ROWS, Plan, shape_of
 from model.ops.hopper import barrier, copy, load_tile, slot_barriers
+from model.ops.side import processors
 
 COLUMNS, DEPTH, SLOTS, GROUP = 256, 64, 4, 4
 
@@ -232,7 +231,7 @@ def specialised(
     layout = gl.NVMMASharedLayout(128, 16, 2)
     block = TensorDescriptor.from_tensor(x, [TILE_ROWS, DEPTH], layout)
     matrix = weight.view(-1, weight.shape[2])
-    _specialised[(_programs(x.device),)](
+    _specialised[(processors(x.device),)](
         x, block, TensorDescriptor.from_tensor(matrix, [DEPTH, tile] if back else [tile, DEPTH], layout),
         plan.tiles, plan.ends, plan.tokens, plan.place, x if weights is None else weights, out, limit,
         len(plan.tiles) - 1, depth, target, K=0 if weights is None else weights.shape[1],
@@ -241,8 +240,3 @@ def specialised(
         num_warps=4,
     )  # fmt: skip
     return out
-
-
-@cache
-def _programs(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

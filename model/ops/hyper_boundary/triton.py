@@ -15,14 +15,12 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from model.ops.side import arrivals
+from model.ops.side import arrivals, processors
 from model.ops.tile import UNFUSED, operand, round_bf16
 
 _LOGITS = 32
 # With no more rows than these, the parts of a projection's sum are programs of their own.
 _FEW_ROWS = 512
-# With as many, tiles of 128 rows fill every processor of a card.
-_MANY_ROWS = 128 * 132
 
 
 @triton.jit
@@ -313,7 +311,7 @@ def coefficients(
     together = parts == 1 or count > _FEW_ROWS
     # A large tile reads the projection less often, once there is one for each processor. No tile has 16 rows,
     # which the card multiplies by other instructions.
-    block, warps = (128, 8) if count >= _MANY_ROWS else (64, 4)
+    block, warps = (128, 8) if count >= 128 * processors(streams.device) else (64, 4)
     blocks = triton.cdiv(count, block)
     partial = logits if together else torch.empty(
         (blocks, parts, block, 64), dtype=torch.float32, device=streams.device
