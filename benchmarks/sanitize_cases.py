@@ -178,6 +178,11 @@ def boundary() -> None:
     updated, following, _ = hyper_update(streams, branch, k, norm, eps=1e-6)
     leaves = base.requires_grad_(), scale.requires_grad_()
     _back(normed, updated, following, *hyper_coefficients(streams, squares, projection, *leaves))
+    many = data.normal(17000, 4, 64)  # for tiles of 128 rows
+    with torch.no_grad():
+        hyper_coefficients(
+            many, many.float().square().sum((1, 2)), torch.randn(24, 256, device="cuda"), base, scale
+        )
 
 
 def mixture() -> None:
