@@ -211,7 +211,7 @@ class RemoteBox:
     async def download(self, path: str, to: Path, *, limits: TreeLimits = _TREE) -> None:
         """Copies a file or folder to the local path `to`, which must not exist; all or nothing.
 
-        It is what is there now, also for a caller that replays.
+        It is what is there now, also for a caller that replays; what goes away meanwhile is left out.
 
         Raises:
             UnsafeTreeError: It leads out of itself, or is too much.

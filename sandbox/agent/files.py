@@ -53,11 +53,17 @@ def perform(job: Header) -> int:
 
 
 def tell(names: list[str], folder: str, most: int) -> int:
-    """Writes a JSON object a line for each of `names` in `folder`."""
+    """Writes a JSON object a line for each of `names` in `folder` that is still there."""
     if len(names) > most:
         raise OSError(errno.EFBIG, str(len(names)) + " entries are more than the limit of " + str(most))
-    lines = [small_json.dumps(describe(os.path.join(folder, name) if name else folder)) for name in names]
-    write_all("".join(line + "\n" for line in lines).encode())
+    lines: list[str] = []
+    for name in names:
+        try:
+            lines.append(small_json.dumps(describe(os.path.join(folder, name) if name else folder)) + "\n")
+        except FileNotFoundError:
+            if not name:
+                raise
+    write_all("".join(lines).encode())
     return 0
 
 
@@ -76,34 +82,50 @@ def describe(path: str) -> Header:
 
 
 def pack(root: bytes, base: bytes, most: int, most_bytes: int) -> None:
-    """Writes the tree below `root` as entries, relative to `base`; no sockets, pipes and devices."""
+    """Writes the tree below `root` as entries, relative to `base`; no sockets, pipes and devices.
+
+    What is taken away meanwhile is left out.
+    """
     total = 0
     for count, path in enumerate(walk(root)):
-        info = os.lstat(path)
-        total += info.st_size
-        if count >= most or total > most_bytes:
-            raise OSError(errno.EFBIG, "more than " + str(most) + " entries or " + str(most_bytes) + " bytes")
-        kind = KINDS.get(stat.S_IFMT(info.st_mode))
-        entry = {
-            "path": os.fsdecode(os.path.relpath(path, base)),
-            "kind": kind,
-            "mode": stat.S_IMODE(info.st_mode),
-            "mtime": max(info.st_mtime_ns, 0),
-        }
-        if kind == "file":
-            pack_file(path, entry)
-        elif kind == "link":
-            put({**entry, "target": os.fsdecode(os.readlink(path))}, b"")
-        elif kind == "dir":
-            put(entry, b"")
+        try:
+            info = os.lstat(path)
+            total += info.st_size
+            if count >= most or total > most_bytes:
+                limit = str(most) + " entries or " + str(most_bytes) + " bytes"
+                raise OSError(errno.EFBIG, "more than " + limit)
+            pack_one(path, info, os.fsdecode(os.path.relpath(path, base)))
+        except FileNotFoundError:
+            if path == root:
+                raise
+
+
+def pack_one(path: bytes, info: os.stat_result, name: str) -> None:
+    """Writes a file, a link or a folder itself as an entry `name`."""
+    kind = KINDS.get(stat.S_IFMT(info.st_mode))
+    entry: Header = {
+        "path": name,
+        "kind": kind,
+        "mode": stat.S_IMODE(info.st_mode),
+        "mtime": max(info.st_mtime_ns, 0),
+    }
+    if kind == "file":
+        pack_file(path, entry)
+    elif kind == "link":
+        put({**entry, "target": os.fsdecode(os.readlink(path))}, b"")
+    elif kind == "dir":
+        put(entry, b"")
 
 
 def walk(root: bytes) -> Iterator[bytes]:
     """Yields a path and, if it is a folder, all below it, parents first, through no link."""
     yield root
-    if stat.S_ISDIR(os.lstat(root).st_mode):
-        for name in sorted(os.listdir(root)):
-            yield from walk(os.path.join(root, name))
+    try:
+        names = sorted(os.listdir(root)) if stat.S_ISDIR(os.lstat(root).st_mode) else []
+    except FileNotFoundError:
+        return
+    for name in names:
+        yield from walk(os.path.join(root, name))
 
 
 def pack_file(path: bytes, entry: Header) -> None:
@@ -200,11 +222,13 @@ def remove_tree(path: str, deadline: float | None) -> None:
 
 
 def unlinked(name: str, folder: int) -> bool:
-    """Removes what is no folder; returns whether it was none."""
+    """Removes what is no folder; returns whether it was none, or gone already."""
     try:
         os.unlink(name, dir_fd=folder)
     except IsADirectoryError:
         return False
+    except FileNotFoundError:
+        pass
     return True
 
 

@@ -36,6 +36,9 @@ else:
     import _signal as signal  # without enumerations, which cost more than all else here
 
 CLEAN_S, FRESH_NS, MOMENT_S = 2.0, 50_000_000, 0.00005
+NOBODY = -1
+"""A user who has no files."""
+
 MISSING = 127
 """How a child ends whose program is not there."""
 
@@ -129,7 +132,7 @@ def run_call(agent: socket, deaths: int, streams: list[int], work: Work, config:
         agent.send(STATUS.pack(DONE, UNKNOWN if status is None else status))
     else:
         if uid is not None:
-            clean(uid, [])  # nothing is there yet: what it needs is in memory when it counts
+            clean(NOBODY, [])  # what it needs is in memory when it counts; the call may have files already
         status = attend(agent, deaths, child, config["tag"])
         end_user(uid, config["tag"])
         left = uid is not None and not clean(uid, before)
@@ -381,8 +384,15 @@ def clean(uid: int, before: list[int]) -> bool:
 
 def belongings(folder: str, uid: int) -> list[str]:
     """Returns the paths in a folder that belong to `uid`."""
+    found: list[str] = []
     with os.scandir(folder) as entries:
-        return [entry.path for entry in entries if entry.stat(follow_symlinks=False).st_uid == uid]
+        for entry in entries:
+            try:
+                if entry.stat(follow_symlinks=False).st_uid == uid:
+                    found.append(entry.path)
+            except FileNotFoundError:  # another's, who took it away meanwhile
+                continue
+    return found
 
 
 def remove(path: str, deadline: float) -> None:

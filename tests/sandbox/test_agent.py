@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from sandbox.agent.keeper import belongings
 from sandbox.backends import seccomp
 from sandbox.backends.base import agent_command
 from sandbox.channel import encode
@@ -252,6 +254,66 @@ def test_many_at_once(agent: Agent) -> None:
     }
     replies = [agent.receive() for _ in sources]
     assert {header["id"]: int(output) for header, output in replies} == sources
+
+
+def test_calls_at_the_same_time_keep_their_files(agent: Agent) -> None:
+    """No keeper removes what its call has written already, or stops at what another removed."""
+    names = {}
+    for n in range(120):
+        path = f"/tmp/x7775-{n % 30}-{os.getpid()}"
+        source = f"""
+import os, time
+open({path!r}, 'w').write({str(n)!r})
+time.sleep(0.2 * ({n} % 3))
+print(open({path!r}).read())
+os.unlink({path!r}) if {n} % 2 else None
+"""
+        names[agent.send("python", source.encode(), source_bytes=len(source))] = f"{n}\n".encode()
+        if len(names) == 30:
+            for _ in range(30):
+                header, output = agent.receive()
+                assert (output, header["dirty"]) == (names.pop(header["id"]), False)
+            for left in Path("/tmp").glob(f"x7775-*-{os.getpid()}"):
+                assert agent.uid is None, left
+                left.unlink()
+
+
+@pytest.fixture
+def changing(tmp_path: Path) -> Iterator[Path]:
+    """A folder in which files come and go, and one stays."""
+    ended = threading.Event()
+    (tmp_path / "stays").touch()
+
+    def change() -> None:
+        while not ended.is_set():
+            for n in range(50):
+                (tmp_path / str(n)).touch()
+            for n in range(50):
+                (tmp_path / str(n)).unlink()
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    yield tmp_path
+    ended.set()
+    thread.join()
+
+
+def test_what_is_taken_away_meanwhile_is_left_out(changing: Path) -> None:
+    for _ in range(300):
+        assert str(changing / "stays") in belongings(str(changing), os.getuid())
+
+
+@pytest.mark.parametrize("op", ["list", "pack"])
+def test_files_that_come_and_go_are_no_error(op: str, changing: Path, tmp_path: Path) -> None:
+    agent, folder = Agent(None, tmp_path), str(changing)
+    given = {"path": folder, "roots": [folder], "base": folder, "max_entries": 99, "max_bytes": 1 << 20}
+    with agent.process:
+        for _ in range(60):
+            header, output = agent.run(op, limit=1 << 20, **given)
+            assert header["exit_code"] == 0, output
+            assert b"stays" in output
+        assert b"No such file" in agent.run(op, **{**given, "path": "/none", "roots": ["/none"]})[1]
+        agent.process.terminate()
 
 
 def test_a_frame_too_large_ends_it(agent: Agent) -> None:
