@@ -363,7 +363,7 @@ class Engine:
 
     def _check_pages(self) -> None:
         pages = self._cache.pages
-        needed = 0 if pages is None else -(-self.context // pages.page_tokens)
+        needed = 0 if pages is None else pages.table.shape[1]
         if self._pages is not None and self._pages < needed:
             raise ValueError(
                 f"one sequence of {self.context} tokens needs {needed} pages, not {self._pages}: "

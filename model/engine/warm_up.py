@@ -117,7 +117,7 @@ def _whole(cache: PolicyCache, rows: int) -> int:
     """How many of `rows` sequences can be as long as any may be, at the same time."""
     if cache.pages is None:
         return rows
-    return min(rows, max(1, cache.pages.free_pages // -(-cache.max_tokens // cache.pages.page_tokens)))
+    return min(rows, cache.pages.free_pages // cache.pages.table.shape[1])
 
 
 def _prefills(policy: Policy, cache: PolicyCache, most: int) -> None:
