@@ -33,10 +33,9 @@ PIECE = 1 << 20
 def perform(job: Header) -> int:
     """Does a file operation; an error of the system becomes the command's."""
     if job["op"] == "list":
-        folder = str(job["path"])
-        return tell(sorted(os.listdir(folder)), folder, job["max_entries"])
+        return tell(entries(str(job["path"]), job["max_entries"]))
     if job["op"] == "stat":
-        return tell([""], job["path"], 1)
+        return tell([describe(job["path"])])
     if job["op"] == "pack":
         for root in job["roots"]:
             pack(os.fsencode(root), os.fsencode(job["base"]), job["max_entries"], job["max_bytes"])
@@ -52,18 +51,23 @@ def perform(job: Header) -> int:
     return 0
 
 
-def tell(names: list[str], folder: str, most: int) -> int:
-    """Writes a JSON object a line for each of `names` in `folder` that is still there."""
+def entries(folder: str, most: int) -> list[Header]:
+    """Returns what is known of what is in a folder, by name; what is taken away meanwhile is left out."""
+    names = sorted(os.listdir(folder))
     if len(names) > most:
         raise OSError(errno.EFBIG, str(len(names)) + " entries are more than the limit of " + str(most))
-    lines: list[str] = []
+    found: list[Header] = []
     for name in names:
         try:
-            lines.append(small_json.dumps(describe(os.path.join(folder, name) if name else folder)) + "\n")
+            found.append(describe(os.path.join(folder, name)))
         except FileNotFoundError:
-            if not name:
-                raise
-    write_all("".join(lines).encode())
+            continue
+    return found
+
+
+def tell(found: list[Header]) -> int:
+    """Writes a JSON object a line."""
+    write_all("".join(small_json.dumps(one) + "\n" for one in found).encode())
     return 0
 
 

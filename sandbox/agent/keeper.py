@@ -36,6 +36,7 @@ else:
     import _signal as signal  # without enumerations, which cost more than all else here
 
 CLEAN_S, FRESH_NS, MOMENT_S = 2.0, 50_000_000, 0.00005
+
 NOBODY = -1
 """A user who has no files."""
 
