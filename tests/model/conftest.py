@@ -8,8 +8,10 @@ from model.policy import Policy
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
+def _one_thread_and_seed():
+    """Random tensors of a test do not depend on which tests its process ran before."""
     torch.set_num_threads(1)
+    torch.manual_seed(0)
 
 
 @pytest.fixture

@@ -74,18 +74,18 @@ def experts(chosen=2, count=7, shared=2):
 
 
 def test_visiting_only_chosen_experts_equals_computing_all():
-    moe, x = experts(), torch.randn(11, 64, requires_grad=True)
+    moe, x = experts().double(), doubles(11, 64)
     x_again = x.detach().clone().requires_grad_()
     routing = moe.gate(x, None)
     dense, sparse = moe._dense(x, routing), moe._sparse(x_again, moe.gate(x_again, None))
-    assert torch.allclose(dense, sparse, atol=1e-5)
+    assert torch.allclose(dense, sparse, rtol=1e-10, atol=1e-10)
     (dense**2).sum().backward()
     wanted = {name: parameter.grad.clone() for name, parameter in moe.named_parameters()}
     moe.zero_grad()
     (sparse**2).sum().backward()
-    assert torch.allclose(x.grad, x_again.grad, atol=1e-4)
+    assert torch.allclose(x.grad, x_again.grad, rtol=1e-10, atol=1e-10)
     for name, parameter in moe.named_parameters():
-        assert torch.allclose(parameter.grad, wanted[name], atol=1e-3), name
+        assert torch.allclose(parameter.grad, wanted[name], rtol=1e-10, atol=1e-10), name
 
 
 def test_router_bias_changes_the_choice_but_not_the_weights():

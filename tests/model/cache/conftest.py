@@ -3,12 +3,6 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import torch
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
 
 
 @pytest.fixture
